@@ -23,7 +23,7 @@ import flux
 import rows_file
 from flux import _native
 from flux.bench.timing import GpuTimer
-from flux.ops._scales import Scales
+from flux.fp8.scales import Scales
 from flux.ops.grouped_gemm import launch
 
 WHAT = "microseconds of grouped GEMMs of fp8 operands, benchmarks/grouped_fp8.py"

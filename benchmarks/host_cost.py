@@ -7,7 +7,7 @@ Everything else is as on a GPU: torch's dispatcher and its tensors, the operator
 the kernels. Times are of this thread's CPU, the fastest of several repetitions. A GPU's driver takes some
 microseconds more for each launch and each copy.
 
-total    a call of the public function that is known (flux.comm.known)
+total    a call of the public function that is known (flux.comm.repeat)
 C++      the part of it in flux._core and in the host code of the kernels
 tensors  the part of that for the new tensors, which torch makes, and for views of them
 CUDA     calls of functions of CUDA's runtime and driver, and how many of them put something on a stream
@@ -205,10 +205,10 @@ def calls_of_cuda(call: Callable[[], object]) -> tuple[int, int]:
 
 def measured_sequence(call: Callable[[], object]) -> dict[str, Any]:
     """Of several operators: if known; if none is, as under torch's profiler; and for the first time."""
-    from flux.comm import known
+    from flux.comm import repeat
 
     call()  # the first one of a group
-    everything = (*known.of_groups.values(), known.without_group())
+    everything = (*repeat.of_groups.values(), repeat.without_group())
 
     def forgets() -> None:
         for calls in everything:
@@ -277,14 +277,14 @@ def time_of_view(tensor: Any) -> float:
 def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]:
     import torch
 
-    from flux.comm import known
+    from flux.comm import repeat
 
     call()
-    without_group, of_group = known.without_group, known.of_groups[group]
+    without_group, of_group = repeat.without_group, repeat.of_groups[group]
     alone = name.split(",")[0] in ("gemm", "grouped_gemm", "quantize")
     calls = without_group() if alone else of_group
     asked = Asked(calls)
-    known.without_group, known.of_groups[group] = lambda: asked, asked  # type: ignore[assignment]
+    repeat.without_group, repeat.of_groups[group] = lambda: asked, asked  # type: ignore[assignment]
     made = 0
 
     def counted(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -304,7 +304,7 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
     results = [each for each in (found if isinstance(found, tuple) else ()) if isinstance(each, torch.Tensor)]
     views = len(results) - len({each.untyped_storage().data_ptr() for each in results})
     views += views > 0  # of those in a block, none is the block
-    known.without_group, known.of_groups[group] = without_group, of_group
+    repeat.without_group, repeat.of_groups[group] = without_group, of_group
     given = asked.given
     assert calls.call(*given) is not None, f"{name} is not known"
 

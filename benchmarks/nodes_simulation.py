@@ -4,8 +4,8 @@
 
 What is simulated: launches of a GEMM wave by wave, whose tiles travel over NVLink as they are finished and
 arrive at the ranks of the node; transfers, one after the other on each rank, which need both ends, and hold
-the sender's and the receiver's NIC; noise of launches and links. The model (flux.ops.levels) has sums and
-maxima instead of waves, and no noise. Rates are those that plans assume; nothing here was measured on NICs.
+the sender's and the receiver's NIC; noise of launches and links. The model (flux.plan.network_model) has sums
+and maxima instead of waves, no noise. Rates are those that plans assume; nothing here was measured on NICs.
 
 All rails are alike, so one rail is simulated: a rank of each node.
 """
@@ -28,8 +28,8 @@ from flux import _native
 from flux.comm.nodes.rail import NCCL_CTAS, shifts
 from flux.comm.topology import Links, Topology
 from flux.moe.two_level import bytes_sent
-from flux.ops import levels
-from flux.ops.plan import Plan, PlanInput, planned
+from flux.plan import network_model
+from flux.plan.choose import Plan, PlanInput, planned
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SMS = 132
@@ -122,7 +122,7 @@ class Rail:
                 self._ready.add(half)
                 continue
             self._ready.remove(mate)
-            us = self.spoilt(levels.crossing_us(nbytes, self.links))
+            us = self.spoilt(network_model.crossing_us(nbytes, self.links))
             for end in (half, mate):
                 self.at(self.now + us, functools.partial(self._half, end))
 
@@ -206,14 +206,14 @@ def two_level_us(shape: Shape, schedule: str, parts: int, seed: int = 0, noise: 
     row_bytes = 2 * (shape.n if shape.op == "gemm_rs" else shape.k)
     block = m // (nodes * shape.ranks) * row_bytes
     if schedule == "one launch":
-        moved = levels.moved_us(m * (shape.k if shape.op == "gemm_rs" else shape.n) * 2)
+        moved = network_model.moved_us(m * (shape.k if shape.op == "gemm_rs" else shape.n) * 2)
         work = launch_us(shape, m, SMS) + moved
-        crossing = levels.crossing_us((nodes - 1) * block, shape.links)
-        tail = levels.sum_us(block, nodes) if shape.op == "gemm_rs" else 0.0
+        crossing = network_model.crossing_us((nodes - 1) * block, shape.links)
+        tail = network_model.sum_us(block, nodes) if shape.op == "gemm_rs" else 0.0
         return max(rail.spoilt(work) + rail.spoilt(crossing) + tail for _ in range(nodes))
     if shape.op == "gemm_rs":
         _scatter(rail, shape, block, parts)
-        return rail.run() + levels.sum_us(block, nodes)
+        return rail.run() + network_model.sum_us(block, nodes)
     _gather(rail, shape, block)
     return rail.run()
 
@@ -223,7 +223,7 @@ def _scatter(rail: Rail, shape: Shape, block: float, parts: int) -> None:
     first = launch_us(shape, rows // parts, SMS)
     later = launch_us(shape, rows // parts, SMS - NCCL_CTAS)
     own = launch_us(shape, rows, SMS - NCCL_CTAS)
-    copied = levels.moved_us(rows // parts * shape.k * 2) if parts > 1 else 0.0
+    copied = network_model.moved_us(rows // parts * shape.k * 2) if parts > 1 else 0.0
     for node in range(shape.nodes):
         for step, (to, source) in enumerate(shifts(shape.nodes, node)):
             for part in range(parts):
@@ -338,10 +338,10 @@ def moe_rows(nodes: Sequence[int] = NODES, seeds: int = 5) -> Iterator[MoeRow]:
     for name, (_, k, hidden, wide) in MOE.items():
         gemms = [2 * TOKENS * k * hidden * columns / 700e6 for columns in (2 * wide, wide)]
         row = hidden * 2
-        inside = levels.inside_us(TOKENS * k * 7 / 8 * row, links)
+        inside = network_model.inside_us(TOKENS * k * 7 / 8 * row, links)
         for count in nodes:
             choices = (count - 1) / count * k
-            back = ("exchange", levels.crossing_us(TOKENS * choices * row, links) + inside)
+            back = ("exchange", network_model.crossing_us(TOKENS * choices * row, links) + inside)
             flat = [back, ("launch", gemms[0]), ("launch", gemms[1]), back]
             needed = 1 - (1 - 1 / count) ** k
             share = round(TOKENS * min(1.0, 1.1 * needed))
@@ -349,12 +349,13 @@ def moe_rows(nodes: Sequence[int] = NODES, seeds: int = 5) -> Iterator[MoeRow]:
             for bound in (None, share):
                 sent = bytes_sent(count, TOKENS, k, hidden, 2, bound)
                 crossing = {
-                    part: ("exchange", levels.crossing_us(nbytes, links)) for part, nbytes in sent.items()
+                    part: ("exchange", network_model.crossing_us(nbytes, links))
+                    for part, nbytes in sent.items()
                 }
                 layers = [("launch", max(gemm, inside)) for gemm in gemms]
-                add = ("launch", levels.sum_us(TOKENS * row, count))
+                add = ("launch", network_model.sum_us(TOKENS * row, count))
                 ways.append([crossing["route"], crossing["layer0"], *layers, crossing["layer1"], add])
-            if levels.crossing_us(sent["layer0"], links) >= ways[0][1][1]:
+            if network_model.crossing_us(sent["layer0"], links) >= ways[0][1][1]:
                 ways[1] = ways[0]
             times = [
                 sum(phases_us(count, way, seed) for seed in range(seeds)) / seeds for way in (flat, *ways)

@@ -55,14 +55,14 @@ def gemms() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     """A residual added in place, and the norm: one kernel, and torch's two."""
-    from flux.ops import _norm
+    from flux.ops import norm_and_quant
 
     for rows, columns in ((128, 8192), (512, 8192), (2048, 8192), (1024, 4096), (4096, 4096)):
         total, residual, weight = normal(rows, columns), normal(rows, columns), normal(columns)
 
         def by_torch(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             total += residual
-            return _norm.row_norm(total, weight, 1e-5)
+            return norm_and_quant.row_norm(total, weight, 1e-5)
 
         yield f"add_norm {rows}x{columns}, torch", partial(by_torch, total, residual, weight)
         try:
@@ -116,7 +116,7 @@ def quantised_ranks(world_size: int) -> Iterator[Case]:
 def fp8_of_rank(x: torch.Tensor, weight: torch.Tensor, kind: str) -> tuple[Any, Any, Any]:
     """Operands, and scales as kernels take them."""
     import flux
-    from flux.ops._scales import Scales
+    from flux.fp8.scales import Scales
 
     of_x, of_weight = QUANTS[kind]
     (q, scale_x), (w, scale_w) = flux.quantize(x, of_x), flux.quantize(weight, of_weight)

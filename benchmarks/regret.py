@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from flux.moe.plan import choose_parts
-from flux.ops._scales import Scaling
-from flux.ops.plan import PLANNERS, PlanInput, model_of, planned
+from flux.fp8.scales import Scaling
+from flux.plan.choose import PLANNERS, PlanInput, model_of, planned
+from flux.plan.moe import choose_parts
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS, Fact, Tuning, scaled
 from tuning_facts import FILE, machine_of, measured  # noqa: E402

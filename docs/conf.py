@@ -38,7 +38,7 @@ extensions = [
 root_doc = "index"
 nitpicky = True
 # A named tuple that flux.explain makes, and nobody else.
-nitpick_ignore = [("py:class", "flux.ops._scales.Scaling"), ("py:class", "flux.ops.levels.TwoLevel")]
+nitpick_ignore = [("py:class", "flux.fp8.scales.Scaling"), ("py:class", "flux.plan.network_model.TwoLevel")]
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4

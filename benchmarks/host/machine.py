@@ -89,7 +89,7 @@ def by_way(way: str) -> Any:
 def _workspace(group: Any) -> Any:
     import torch
 
-    from flux.comm import cuda, known, registry, symm_mem
+    from flux.comm import cuda, registry, repeat, symm_mem
     from flux.tuning import store
     from flux.tuning.facts import NO_FACTS
 
@@ -121,5 +121,5 @@ def _workspace(group: Any) -> Any:
     made.signal_bytes, made.slot_bytes, made.exchange_bytes = 1 << 30, ROOM, ROOM
     made._copy_room = (1 << 30, ROOM)
     registry._workspaces[group, device] = made
-    known.of_groups[group] = made.known
+    repeat.of_groups[group] = made.known
     return group

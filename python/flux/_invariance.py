@@ -75,3 +75,9 @@ def _switched(enabled: bool) -> Iterator[None]:
         yield
     finally:
         _mode = before
+
+
+def refuse(op: str) -> None:
+    """Raises ValueError in calls that must be batch invariant: `op` never is."""
+    if demanded():
+        raise ValueError(f"{op}: batch_invariant: expected an operator that is batch invariant, got {op}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class CommTimeoutError(RuntimeError):
     """A peer's data did not arrive before the deadline (``FLUX_TIMEOUT_S``).
@@ -69,3 +71,8 @@ class CommTimeoutError(RuntimeError):
 
 def _rebuild(op: str, rank: int, peer: int, epoch: int, state: dict[str, object]) -> CommTimeoutError:
     return CommTimeoutError(op, rank, peer, epoch, **state)  # type: ignore[arg-type]
+
+
+def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
+    """The form of every message about an argument that does not fit."""
+    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")

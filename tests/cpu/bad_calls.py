@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import flux
+from flux.fp8 import scales as fp8
 from flux.ops import (
-    _scales,
     ag_gemm,
     all_gather,
     all_reduce,
@@ -104,7 +104,7 @@ def good_scaled_calls(p: int) -> list[Good]:
     offsets = torch.tensor([0, 3, 3, 5, M], dtype=torch.int32)
 
     def grouped_reference(**rest: Any) -> Any:
-        names = ("x", "weight", "offsets", "rows", "activation", *_scales.NAMES)
+        names = ("x", "weight", "offsets", "rows", "activation", *fp8.NAMES)
         return grouped_gemm.reference(*(rest[name] for name in names))
 
     return [

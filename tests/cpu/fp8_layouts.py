@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flux.ops import _scales
+from flux.fp8 import scales as fp8
 
 Arguments = dict[str, Any]
 
@@ -33,7 +33,7 @@ def _vllm_channel(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments 
 
 def _deep_gemm(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | None:
     """As get_mn_major_tma_aligned_tensor lays scales out."""
-    return {"scale_x": _scales.column_major(scale_x)} if scale_x.dim() > 1 else None
+    return {"scale_x": fp8.column_major(scale_x)} if scale_x.dim() > 1 else None
 
 
 def _transformer_engine(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | None:

@@ -21,9 +21,8 @@ from fp8_layouts import LAYOUTS
 from int8_model import data, model
 
 import flux
-from flux.ops._end import QUANTS
-from flux.ops._norm import rms_norm
-from flux.ops._tensors import taken
+from flux._memory import taken
+from flux.ops.norm_and_quant import QUANTS, rms_norm
 from flux.testing import ScaledCase, spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import random_case

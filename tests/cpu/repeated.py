@@ -1,4 +1,4 @@
-"""A GPU and its kernels as flux.comm.known sees them, on CPU tensors."""
+"""A GPU and its kernels as flux.comm.repeat sees them, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux import moe
 from flux._native import core
-from flux.comm import cuda, known, registry
+from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import combine, route_kernel, routing
-from flux.ops import _exchange, _gemm_ar_parts, add_norm, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
+from flux.ops import add_norm, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
+from flux.ops.ways import exchange
+from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS
 
@@ -159,11 +161,11 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (
         plain,
         gemm_rs,
-        _gemm_ar_parts,
+        gemm_ar_ways,
         ag_gemm,
         all_gather,
         grouped_gemm,
-        _exchange,
+        exchange,
         add_norm,
         route_kernel,
         quantize,
@@ -172,14 +174,14 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "_kernel", made.kernel(module._kernel))
     monkeypatch.setattr(ag_gemm, "_collect", made.kernel(ag_gemm._collect))
     monkeypatch.setattr(combine, "_combine", made.kernel(combine._combine))
-    monkeypatch.setattr(known, "keep", made.keep)
-    monkeypatch.setattr(known, "_launch_table", lambda: made.table)
+    monkeypatch.setattr(repeat, "keep", made.keep)
+    monkeypatch.setattr(repeat, "_launch_table", lambda: made.table)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(registry, "_workspaces", {})
     monkeypatch.setattr(registry, "_turns", {})
-    monkeypatch.setattr(known, "of_groups", {})
+    monkeypatch.setattr(repeat, "of_groups", {})
     yield made
 
 
@@ -191,8 +193,8 @@ def gemms(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
     monkeypatch.setattr(plain, "_plans", {})
-    calls = known.make()
-    monkeypatch.setattr(known, "without_group", lambda: calls)
+    calls = repeat.make()
+    monkeypatch.setattr(repeat, "without_group", lambda: calls)
     return calls
 
 
@@ -205,7 +207,7 @@ def add_workspace(group: Any) -> CudaWorkspace:
     made = make_workspace(group)
     made._order.stream = STREAM
     registry._workspaces[group, DEVICE] = made
-    known.of_groups[group] = made.known
+    repeat.of_groups[group] = made.known
     return made
 
 

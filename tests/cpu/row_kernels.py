@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flux._memory import wide_type
 from flux.moe import rows as steps
-from flux.ops._tensors import wide_type
 from flux.ops.grouped_gemm import ACTIVATIONS, activate
 
 

@@ -16,10 +16,10 @@ import flux
 from effort import some
 from flux import _invariance
 from flux._native import core
-from flux.ops import plan_ar
-from flux.ops._end import End, Made
-from flux.ops.plan import PlanInput
-from flux.ops.plan_gemm import plan_ag_gemm, plan_gemm, plan_gemm_rs
+from flux.ops.norm_and_quant import End, Made
+from flux.plan import sums as plan_sums
+from flux.plan.choose import PlanInput
+from flux.plan.gemm import plan_ag_gemm, plan_gemm, plan_gemm_rs
 from flux.testing import spawn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -133,7 +133,7 @@ def large_sums(rank: int, world_size: int) -> None:
     batch = [row % ROWS_OF_POOL for row in range(world_size * 20)]
     with flux.batch_invariant():
         expected = whole.run(batch)[:-1]  # reduce_scatter does not split
-        plan_ar.MAX_EXCHANGE_BYTES = 7 * whole.n * whole.dtype.itemsize
+        plan_sums.MAX_EXCHANGE_BYTES = 7 * whole.n * whole.dtype.itemsize
         flux.release()
         plan = flux.explain("gemm_ar", m=len(batch), n=whole.n, k=whole.k, dtype=whole.dtype)
         assert plan.fused and f"{-(-len(batch) // 7)} parts" in plan.transport, plan
@@ -161,7 +161,7 @@ def test_norms_of_kernels_are_of_whole_rows(
 
     monkeypatch.setattr(module.registry, "in_turn", lambda group, device, call, *given: call(*given))
     monkeypatch.setattr(module, "sum_of", sum_of)
-    monkeypatch.setattr(plan_ar, "MAX_EXCHANGE_BYTES", -(-7 // parts) * 16 * x.itemsize)
+    monkeypatch.setattr(plan_sums, "MAX_EXCHANGE_BYTES", -(-7 // parts) * 16 * x.itemsize)
     out, end = torch.empty_like(x), End(weight, 1e-6, quant)
     with flux.batch_invariant():
         made = module._run(x, None, end, SimpleNamespace(size=lambda: 2), out, None)
@@ -178,7 +178,7 @@ PLANNERS: dict[str, Callable[[int, int, int], Any]] = {
     "gemm": lambda m, n, k: plan_gemm(PlanInput("cuda", m, n, k, torch.bfloat16, num_sms=132)),
     "gemm_rs": lambda m, n, k: plan_gemm_rs(of_four(m, n, k)),
     "ag_gemm": lambda m, n, k: plan_ag_gemm(of_four(m, n, k)),
-    "gemm_ar": lambda m, n, k: plan_ar.plan_gemm_ar(of_four(m, n, k)),
+    "gemm_ar": lambda m, n, k: plan_sums.plan_gemm_ar(of_four(m, n, k)),
 }
 
 

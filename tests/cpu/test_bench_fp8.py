@@ -32,10 +32,10 @@ from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
 from flux.cli import app
+from flux.fp8.scales import Scaling
 from flux.integrations import async_tp
 from flux.moe import gemm_gather_rs
-from flux.ops._scales import Scaling
-from flux.ops.plan import PlanInput, planned
+from flux.plan.choose import PlanInput, planned
 from flux.testing import ScaledCase, spawn
 from flux.testing.compare import compare
 from flux.tune.facts import facts_of

@@ -29,7 +29,7 @@ from flux.bench.suites import Request
 from flux.bench.timing import CpuTimer
 from flux.cli import app
 from flux.comm import registry
-from flux.moe.plan import MoePlan
+from flux.plan.moe import MoePlan
 from flux.testing import spawn
 
 NUMBERS = [0, 4, 8, 12, 16, 24, 32, 48, 64]

@@ -15,14 +15,16 @@ from flux.bench.cases import OPS, ranks
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem
 from flux.comm.cuda import CudaWorkspace
-from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, gemm_rs
-from flux.ops._scales import Scaling
-from flux.ops.plan import PLANNERS, PlanInput
+from flux.fp8.scales import Scaling
+from flux.ops import ag_gemm, gemm_rs
+from flux.ops.ways import exchange
+from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.plan.choose import PLANNERS, PlanInput
 
 CONTEXT = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
 ADDRESS, EPOCH, SMS = 77, 5, 132
 # The modules whose kernels the operators launch.
-KERNELS = {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm, "gemm_ar": _gemm_ar_parts, "all_reduce": _exchange}
+KERNELS = {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm, "gemm_ar": gemm_ar_ways, "all_reduce": exchange}
 
 
 @dataclass

@@ -16,10 +16,11 @@ from fp8_layouts import LAYOUTS
 
 import flux
 from flux import _native
-from flux.ops import _scaled_mm, _scales
+from flux.fp8 import scales as fp8
+from flux.fp8 import torch_product
 from flux.ops import gemm as ops
-from flux.ops._plan import PlanInput
-from flux.ops.plan import planned
+from flux.plan.choose import planned
+from flux.plan.plan import PlanInput
 from flux.testing import ScaledCase, scaled_bound
 from flux.testing.scaled_data import exact_product
 
@@ -76,13 +77,13 @@ def test_layouts_of_other_libraries(layout: str, kind: str) -> None:
 def test_canonical_scales_are_not_copied() -> None:
     case = ScaledCase(10, 300, 300, 1)
     x, weight, scale_x, scale_w, _ = case.inputs(0)
-    once = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(300, 300, False)
+    once = fp8.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(300, 300, False)
     assert once.x.stride() == (1, 12) and once.x.data_ptr() % 16 == 0 and once.w.is_contiguous()
     again = once.canonical(300, 300, False)
     assert again.x.data_ptr() == once.x.data_ptr() and again.w.data_ptr() == scale_w.data_ptr()
     for rows in (1, 10):  # torch gives a single row any stride
         q, quantised = flux.quantize(torch.randn(rows, 300))
-        in_place = _scales.column_major(quantised)
+        in_place = fp8.column_major(quantised)
         assert in_place.data_ptr() == quantised.data_ptr(), rows
         assert in_place.stride() == (1, -(-rows // 4) * 4), rows
 
@@ -112,8 +113,8 @@ def test_empty_sizes(kind: str, m: int, n: int, k: int) -> None:
     assert result.shape == (m, n) and torch.equal(result, torch.full((m, n), 3.0 + k).bfloat16())
 
 
-def _canonical(change: Callable[[_scales.Scales], _scales.Scales]) -> Callable[..., _scales.Scales]:
-    whole = _scales.Scales.canonical
+def _canonical(change: Callable[[fp8.Scales], fp8.Scales]) -> Callable[..., fp8.Scales]:
+    whole = fp8.Scales.canonical
     return lambda self, *rest: change(whole(self, *rest))
 
 
@@ -122,7 +123,7 @@ def _swapped(scale: torch.Tensor) -> torch.Tensor:
 
 
 # Defects of the code between the caller and the arithmetic.
-MUTANTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
+MUTANTS: dict[str, Callable[[fp8.Scales], fp8.Scales]] = {
     "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
     "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
     "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
@@ -155,7 +156,7 @@ def test_a_wrong_scale_is_caught(mutant: str, kind: str, monkeypatch: pytest.Mon
 def _differences(mutant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [ScaledCase(33, 300, 520, 1, kind, seed=seed) for seed in range(8)]
     assert all(torch.equal(call(case), exact(case)) for case in cases)
-    monkeypatch.setattr(_scales.Scales, "canonical", _canonical(MUTANTS[mutant]))
+    monkeypatch.setattr(fp8.Scales, "canonical", _canonical(MUTANTS[mutant]))
     assert not all(torch.equal(call(case), exact(case)) for case in cases), "all alike"
 
 
@@ -363,7 +364,7 @@ def test_torchs_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight, scale_x, scale_w, bias = case.inputs(0)
         taken = kind != "block" and not (n % 16 or k % 16)
         for w in (scale_w, scale_w[:1]) if kind == "row" else (scale_w,):
-            scales = _scales.Scales(scale_x, w, out_dtype, "promoted").canonical(n, k, False)
+            scales = fp8.Scales(scale_x, w, out_dtype, "promoted").canonical(n, k, False)
             want = exact(case) if w is scale_w else call(case, scale_w=w)
             apart = torch.full((m, 2 * n), 7.0, dtype=out_dtype)
             asked.clear()
@@ -384,7 +385,7 @@ def test_explain() -> None:
         flux.explain("gemm", 8, 160, 256, scales="row")
     with pytest.raises(ValueError, match="explain: accumulate: expected"):
         flux.explain("gemm", 8, 160, 256, E4M3, scales="row", accumulate="never")
-    assert _scaled_mm.why_not_torchs(16, 32, "block") is not None
+    assert torch_product.why_not_torchs(16, 32, "block") is not None
 
 
 @pytest.mark.parametrize("op", ["gemm", "gemm_rs", "ag_gemm", "gemm_ar"])
@@ -395,7 +396,7 @@ def test_plans_for_gpus_have_tiles_for_fp8(op: str, x_dtype: torch.dtype, accumu
     for m, kind, invariant in itertools.product((8, 256, 4096), ("row", "block"), (False, True)):
         if fast and kind == "block":
             continue
-        scaling = _scales.Scaling(kind, torch.bfloat16, fast)
+        scaling = fp8.Scaling(kind, torch.bfloat16, fast)
         p = 1 if op == "gemm" else 4
         problem = PlanInput("cuda", m, 8192, 4096, x_dtype, False, p, num_sms=132, scaling=scaling)
         with flux.batch_invariant() if invariant else contextlib.nullcontext():
@@ -409,5 +410,5 @@ def test_plans_for_gpus_have_tiles_for_fp8(op: str, x_dtype: torch.dtype, accumu
             assert tile.promotes or (fast and x_dtype == E4M3), plan
     case = ScaledCase(8, 160, 256, 1, "row", x_dtype)
     x, _, scale_x, scale_w, _ = case.inputs(0)
-    scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, accumulate).canonical(160, 256)
-    assert _scales.for_kernel(x, scales)["fast"] == (fast and x_dtype == E4M3)
+    scales = fp8.Scales(scale_x, scale_w, torch.bfloat16, accumulate).canonical(160, 256)
+    assert fp8.for_kernel(x, scales)["fast"] == (fast and x_dtype == E4M3)

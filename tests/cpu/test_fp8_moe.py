@@ -18,13 +18,13 @@ from fp8_random import differs
 import flux
 from effort import some
 from flux import _native
+from flux.fp8 import scales as fp8
 from flux.moe import reference
-from flux.moe.plan import plan_layer
 from flux.moe.routing import tokens_of_rows
-from flux.ops import _scales
 from flux.ops import grouped_gemm as grouped
-from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
+from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.moe import plan_layer
 from flux.testing import scaled_bound
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import exact_product
@@ -68,7 +68,7 @@ def exact(rank: int, p: int) -> None:
         assert both(case, rank) == [""] * 4, case
 
 
-DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
+DEFECTS: dict[str, Callable[[fp8.Scales], fp8.Scales]] = {
     "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
     "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
     "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
@@ -79,7 +79,7 @@ DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
 
 def defects(rank: int, p: int) -> None:
     """Wrong scales of either layer on the last rank are seen by some rank."""
-    whole = _scales.Scales.canonical_experts
+    whole = fp8.Scales.canonical_experts
     layers = ("layer 0", "layer 1")
     seen = {(layer, name, kind): 0 for layer in layers for name in DEFECTS for kind in KINDS}
     for layer in layers:
@@ -96,11 +96,11 @@ def defects(rank: int, p: int) -> None:
             if ("layer 0", name, case.kind) not in seen:
                 continue
 
-            def planted(self: _scales.Scales, *sizes: int, change: Any = change) -> _scales.Scales:
+            def planted(self: fp8.Scales, *sizes: int, change: Any = change) -> fp8.Scales:
                 made = whole(self, *sizes)
                 return change(made) if rank == p - 1 else made
 
-            with mock.patch.object(_scales.Scales, "canonical_experts", planted):
+            with mock.patch.object(fp8.Scales, "canonical_experts", planted):
                 rows = flux.moe.ag_scatter_gemm(routing=routing, **first)
                 sums = flux.moe.gemm_gather_rs(routing=routing, **second)
             seen["layer 0", name, case.kind] += not torch.equal(rows[:count], expected[0])
@@ -235,16 +235,16 @@ def test_fp8_experts(world_size: int, scenario: str) -> None:
 @pytest.mark.parametrize("op", ["grouped_gemm", "moe.ag_scatter_gemm", "moe.gemm_gather_rs"])
 def test_kernels_of_experts_store_16_bits(op: str) -> None:
     for out_dtype, expected in ((torch.float32, False), (torch.float16, True)):
-        scaling = _scales.Scaling("row", out_dtype)
+        scaling = fp8.Scaling("row", out_dtype)
         fused, why = can_run_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
         assert fused is expected, why
         assert expected or "16 bits, not float32" in why
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scaling"), [(E4M3, _scales.Scaling("row", torch.float16)), (torch.float16, None)]
+    ("dtype", "scaling"), [(E4M3, fp8.Scaling("row", torch.float16)), (torch.float16, None)]
 )
-def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: _scales.Scaling | None) -> None:
+def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: fp8.Scaling | None) -> None:
     workspace: Any = SimpleNamespace(
         world_size=2,
         device=torch.device("cuda"),
@@ -289,7 +289,7 @@ def test_grouped_gemm_layouts_of_scales(kind: str) -> None:
         others += [{"scale_w": scale_w[:, None]}, {"scale_w": scale_w[..., None]}, {"scale_x": scale_x[:, 0]}]
     if kind == "block":
         others += [
-            {"scale_x": _scales.column_major(scale_x)},
+            {"scale_x": fp8.column_major(scale_x)},
             {"scale_w": scale_w.transpose(1, 2).contiguous().transpose(1, 2)},
         ]
     for other in others:
@@ -358,7 +358,7 @@ def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.Mo
     """torch's grouped products, which CPUs lack, get the right operands."""
     how, expected = experts(kind, torch.bfloat16)
     x, rows = how["x"], how["rows"]
-    scales = _scales.Scales(how["scale_x"], how["scale_w"], torch.bfloat16, "promoted").canonical_experts(
+    scales = fp8.Scales(how["scale_x"], how["scale_w"], torch.bfloat16, "promoted").canonical_experts(
         4, 160, 256
     )
     offsets = how["offsets"]

@@ -17,12 +17,11 @@ from fp8_random import differs
 
 import flux
 from effort import some
-from flux.ops import _scales
+from flux.fp8 import scales as fp8
 from flux.ops import ag_gemm as ag
 from flux.ops import gemm_ar as ar
 from flux.ops import gemm_rs as rs
-from flux.ops._end import Quant
-from flux.ops._norm import rms_norm
+from flux.ops.norm_and_quant import Quant, rms_norm
 from flux.testing import ScaledCase, scaled_bound
 from flux.testing.scaled_data import exact_product
 
@@ -212,7 +211,7 @@ def bad_calls(rank: int, p: int) -> None:
 
 
 # What one rank does wrong with its scales.
-DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
+DEFECTS: dict[str, Callable[[fp8.Scales], fp8.Scales]] = {
     "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
     "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
     "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
@@ -226,7 +225,7 @@ DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
 
 def defects(rank: int, p: int) -> None:
     """Wrong scales on the last rank are seen by some rank, in every kind."""
-    whole = _scales.Scales.canonical
+    whole = fp8.Scales.canonical
     seen = {(name, defect, kind): 0 for name in OPS for defect in DEFECTS for kind in KINDS}
     for name, defect in product(OPS, DEFECTS):
         if "swapped" in defect:
@@ -238,11 +237,11 @@ def defects(rank: int, p: int) -> None:
             if (name, defect, kind) not in seen:
                 continue
 
-            def planted(self: _scales.Scales, *rest: Any, change: Any = change) -> _scales.Scales:
+            def planted(self: fp8.Scales, *rest: Any, change: Any = change) -> fp8.Scales:
                 made = whole(self, *rest)
                 return change(made) if rank == p - 1 else made
 
-            with mock.patch.object(_scales.Scales, "canonical", planted):
+            with mock.patch.object(fp8.Scales, "canonical", planted):
                 seen[name, defect, kind] += bool(differs("result", OPS[name].call(**given), expected))
     found = torch.tensor([*seen.values()])
     dist.all_reduce(found)

@@ -22,8 +22,9 @@ from flux._native import core
 from flux.comm.cpu import CpuWorkspace
 from flux.ops import all_reduce as reduce_ops
 from flux.ops import gemm_ar as ops
-from flux.ops import gemm_rs, plan_ar
+from flux.ops import gemm_rs
 from flux.ops.gemm import SERVED_TOKENS
+from flux.plan import sums as plan_sums
 from flux.testing import GemmRsCase, spawn, tolerance
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -288,8 +289,8 @@ def skewed(rank: int, world_size: int) -> str:
 def too_large_to_exchange(rank: int, world_size: int) -> str:
     """gemm_rs and all_gather of the rows that can be dealt, an exchange of the others."""
     names = ("MAX_EXCHANGE_BYTES", "COMPOSED_FROM_BYTES", "RAGGED_FROM_BYTES")
-    limits = {name: getattr(plan_ar, name) for name in names}
-    vars(plan_ar).update(zip(names, (256, 64, 64), strict=True))
+    limits = {name: getattr(plan_sums, name) for name in names}
+    vars(plan_sums).update(zip(names, (256, 64, 64), strict=True))
     flux.release()
     try:
         told = []
@@ -319,7 +320,7 @@ def too_large_to_exchange(rank: int, world_size: int) -> str:
                 told.append(str(plan))
         return "; ".join(t for t in told if t)
     finally:
-        vars(plan_ar).update(limits)
+        vars(plan_sums).update(limits)
         flux.release()
 
 

@@ -20,13 +20,13 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops import _exchange
-from flux.ops import _gemm_ar_parts as parts
+from flux.fp8.scales import Scales
 from flux.ops import gemm_ar as ops
-from flux.ops._end import NONE, End
-from flux.ops._scales import Scales
-from flux.ops.plan import PLANNERS, Plan, PlanInput
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
+from flux.ops.norm_and_quant import NONE, End
+from flux.ops.ways import exchange
+from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.plan.choose import PLANNERS, Plan, PlanInput
+from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import GemmRsCase, RankFailure, spawn
 
 TIMEOUT_S = 1.0
@@ -162,8 +162,8 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
 
 def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(parts, "_kernel", lambda *arguments: told.append(arguments))
-    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
@@ -172,8 +172,8 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.zeros(4, 16).bfloat16()
     shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
     end = End(shifted[0], 1e-5)
-    assert parts.fused_cuda(workspace, made, x, weight, None, None, total, NONE, None) is None
-    normed = parts.fused_cuda(workspace, made, x, weight, None, shifted, total, end, None)
+    assert gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, total, NONE, None) is None
+    normed = gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, shifted, total, end, None)
     assert normed is not None
     plain, norm = told
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
@@ -183,17 +183,17 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.
-    parts.fused_cuda(workspace, made, x, weight, None, total, total, NONE, None)
+    gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, total, total, NONE, None)
     assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
     # A result that a kernel cannot write where it shall lie.
-    monkeypatch.setattr(parts, "_kernel", lambda *arguments: arguments[3].fill_(5))
-    parts.fused_cuda(workspace, made, x, weight, None, None, shifted, NONE, None)
+    monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: arguments[3].fill_(5))
+    gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, shifted, NONE, None)
     assert (shifted == 5).all()
-    _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
+    exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
     assert told[3] == (x, total, 77, 114, 0, None, None, 0.0, None)
     plain_plan = plan("all_reduce", m=1, n=64)
-    assert _exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
-    summed = _exchange.run_fused(workspace, plain_plan, 0, x, total, None, end)
+    assert exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
+    summed = exchange.run_fused(workspace, plain_plan, 0, x, total, None, end)
     assert summed is not None
     assert told[4][:5] == (x, total, 77, 114, 0) and torch.equal(told[4][5], shifted)
     assert told[5][:3] == (x, summed.normalised, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
@@ -202,7 +202,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    for module in (parts, _exchange):
+    for module in (gemm_ar_ways, exchange):
         monkeypatch.setattr(module, "_kernel", lambda *arguments, **how: told.append(how))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
@@ -220,8 +220,8 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
         quant, scale = name.split(",")[0], static if "static" in name else None
         end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "token", True)
         results = [
-            (parts.fused_cuda(workspace, made, x, weight, None, None, total, end, scales), total),
-            (_exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
+            (gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, total, end, scales), total),
+            (exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
         ]
         for how, (found, summed) in zip(told[-2:], results, strict=True):
             assert found is not None
@@ -464,6 +464,8 @@ def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch,
     )
     total = residual if in_place else torch.empty_like(residual)
     with Made() as made:
-        parts.unfused(x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total, None)
+        gemm_ar_ways.unfused(
+            x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total, None
+        )
     assert (total == 2 * 32 + 2 + 2).all()
     assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

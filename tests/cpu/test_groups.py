@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux.comm import registry
 from flux.comm.group import resolve_group
-from flux.ops.plan import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, can_run_fused
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 

@@ -13,9 +13,11 @@ import torch
 
 import flux
 from flux._native import core
-from flux.comm import known, registry
+from flux.calls import checks
+from flux.comm import registry, repeat
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
-from flux.ops import _check, _end, _gemm_ar_parts, ag_gemm, all_gather, gemm_ar, gemm_rs
+from flux.ops import ag_gemm, all_gather, gemm_ar, gemm_rs, norm_and_quant
+from flux.ops.ways import gemm_ar as gemm_ar_ways
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
 ROOM = 1 << 30
@@ -63,7 +65,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _copy_room=(ROOM, ROOM),
         _copy_address=int(symm_buffer.address),
         _order=order,
-        known=known.make(turn, order, error.data_ptr(), str(group.group_name)),
+        known=repeat.make(turn, order, error.data_ptr(), str(group.group_name)),
         turn=turn,
         _error=error,
         _error_address=error.data_ptr(),
@@ -82,7 +84,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     for name, module in {
         "gemm_rs": gemm_rs,
-        "gemm_ar": _gemm_ar_parts,
+        "gemm_ar": gemm_ar_ways,
         "ag_gemm": ag_gemm,
         "all_gather": all_gather,
     }.items():
@@ -122,7 +124,7 @@ def call(group: Any, op: str, **change: Any) -> Any:
         return gemm_rs.call(x, weight, bias, transpose_weight, group, out)
     if op == "gemm_ar":
         residual = given.get("residual")
-        return gemm_ar._call(x, weight, bias, transpose_weight, residual, _end.NONE, group, out)
+        return gemm_ar._call(x, weight, bias, transpose_weight, residual, norm_and_quant.NONE, group, out)
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]
@@ -138,8 +140,8 @@ def test_an_equal_call_is_checked_and_planned_once(
     op: str, group: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
-    whole = _check.gemm_args
-    monkeypatch.setattr(_check, "gemm_args", lambda *args, **how: checked.append(args) or whole(*args, **how))
+    whole = checks.gemm_args
+    monkeypatch.setattr(checks, "gemm_args", lambda *args, **how: checked.append(args) or whole(*args, **how))
     for _ in range(3):
         assert call(group, op).shape == (ROWS[op], 16)
     assert call(group, op, x=tensor(4, 2, 64)).shape == (ROWS[op] // 2, 2, 16)

@@ -24,7 +24,7 @@ import flux
 from effort import some
 from flux.comm import registry
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.ops.plan import Plan, workspace_plan
+from flux.plan.choose import Plan, workspace_plan
 from flux.testing import AgGemmCase, GemmRsCase, SpawnError, spawn
 
 LAYOUTS = ["2x2", "3x2", "2x3", "4x1", "2x4", "4x2"]

@@ -134,7 +134,7 @@ def test_check_tells_that_another_rank_has_given_up() -> None:
 
 def leaves_a_call(rank: int, world_size: int) -> str:
     """An exception in the middle of a call, which peers have seen half of."""
-    from flux.ops import two_level
+    from flux.ops.ways import two_level
 
     flux.all_reduce(torch.ones(4))
     if rank == 1:

@@ -21,9 +21,10 @@ from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Links, Topology
 from flux.comm.workspace import Workspace
-from flux.ops import gemm, two_level
-from flux.ops.levels import TwoLevel
-from flux.ops.plan import Plan
+from flux.ops import gemm
+from flux.ops.ways import two_level
+from flux.plan.choose import Plan
+from flux.plan.network_model import TwoLevel
 from flux.testing import spawn
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS

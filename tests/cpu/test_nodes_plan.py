@@ -12,9 +12,9 @@ import torch
 import flux
 from flux.comm import topology
 from flux.comm.topology import Links, Topology, of_nodes
-from flux.ops import levels
-from flux.ops.plan import Plan, PlanInput, planned
-from flux.ops.plan_nodes import sent_by_scatter
+from flux.plan import network_model
+from flux.plan.choose import Plan, PlanInput, planned
+from flux.plan.nodes import sent_by_scatter
 from flux.tuning.facts import Tuning
 
 NODES = [2, 3, 4, 8, 16, 32, 64]
@@ -123,7 +123,7 @@ def test_plans_of_up_to_64_nodes(op: str, nodes: int) -> None:
     for m in (p, 8 * p, 64 * p):
         found = plan(op, m, 8192, 1024, nodes)
         best, flat = time_of(found, "two-level"), time_of(found, "flat")
-        assert found.fused == (best <= levels.MARGIN * flat)
+        assert found.fused == (best <= network_model.MARGIN * flat)
         assert min(best, flat) > 0
         if found.levels is None:
             assert (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flux.comm.topology import Links
-from flux.ops import levels
+from flux.plan import network_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 simulation = importlib.import_module("nodes_simulation")
@@ -26,7 +26,7 @@ def test_a_plan_that_takes_two_levels_is_not_slower(rows: int) -> None:
     found = list(simulation.rows_of(rows, 2, (2, 4, 8)))
     assert simulation.check(found) < 0.10
     for row in found:
-        if row.model <= levels.MARGIN * row.flat_model:
+        if row.model <= network_model.MARGIN * row.flat_model:
             assert row.simulated <= row.flat, row
 
 

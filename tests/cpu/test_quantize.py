@@ -11,7 +11,7 @@ import torch
 from cases import opcheck
 
 import flux
-from flux.ops import _scales
+from flux.fp8 import scales as fp8
 from flux.ops.quantize import QUANTS, dequantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -223,5 +223,5 @@ def test_torch_sees_the_operator(quant: Any) -> None:
 def test_its_scales_are_canonical() -> None:
     scale_x = flux.quantize(torch.randn(5, 300))[1]
     scale_w = flux.quantize(torch.randn(140, 300), "block128")[1]
-    scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(140, 300, False)
+    scales = fp8.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(140, 300, False)
     assert scales.x.data_ptr() == scale_x.data_ptr() and scales.w.data_ptr() == scale_w.data_ptr()

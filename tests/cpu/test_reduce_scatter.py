@@ -15,10 +15,10 @@ from flux._native import core
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops import _exchange
 from flux.ops import reduce_scatter as ops
-from flux.ops.plan import Plan, PlanInput
-from flux.ops.plan_ar import exchange_room, plan_reduce_scatter
+from flux.ops.ways import exchange
+from flux.plan.choose import Plan, PlanInput
+from flux.plan.sums import exchange_room, plan_reduce_scatter
 from flux.testing import GemmRsCase, spawn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -84,18 +84,18 @@ def test_what_is_reserved_suffices(world_size: int, device_type: str) -> None:
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
     made = plan(m=8, n=16)
     x, out = torch.ones(4, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
-    _exchange.run_fused(workspace, made, 0, x, out)
+    exchange.run_fused(workspace, made, 0, x, out)
     assert told[0] == (x, out, 77, 114, 2, None, None, 0.0, None)
     # A result that a kernel cannot write where it shall lie.
     shifted = torch.zeros(33).bfloat16()[1:].view(1, 32)
-    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))
-    _exchange.run_fused(workspace, made, 0, x, shifted)
+    monkeypatch.setattr(exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))
+    exchange.run_fused(workspace, made, 0, x, shifted)
     assert (shifted == 5).all()
 
 

@@ -1,4 +1,4 @@
-"""Calls that C++ repeats (flux.comm.known), and autograd: gradients, what a call overwrites, tangents."""
+"""Calls that C++ repeats (flux.comm.repeat), and autograd: gradients, what a call overwrites, tangents."""
 
 from __future__ import annotations
 

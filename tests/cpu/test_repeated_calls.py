@@ -1,4 +1,4 @@
-"""Calls that C++ repeats (flux.comm.known): what kernels are given, and which calls it must leave alone."""
+"""Calls that C++ repeats (flux.comm.repeat): what kernels are given, and which calls it must leave alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 
 import flux
 from flux import moe
-from flux.comm import cuda, known, registry
+from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs, grouped_gemm
@@ -127,8 +127,8 @@ def test_a_grouped_gemm_is_repeated(
     rows: torch.Tensor | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    calls = known.make()
-    monkeypatch.setattr(known, "without_group", lambda: calls)
+    calls = repeat.make()
+    monkeypatch.setattr(repeat, "without_group", lambda: calls)
     x, weight, offsets = tensor(24, 64), tensor(4, 32, 64), tensor(5, dtype=torch.int32)
     given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows}
     grouped_gemm._cuda(x, weight, offsets, rows, "swiglu")
@@ -216,7 +216,7 @@ class Sub(torch.Tensor):
 
 def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight = tensor(8, 64), tensor(16, 64)
-    number = known.operator()
+    number = repeat.operator()
     workspace.known.remember((number, x, weight), [((4,), None, 1, None, None)], [], [-1], True)
 
     def is_known(x: Any = x, weight: Any = weight) -> bool:
@@ -429,20 +429,20 @@ def test_a_group_that_is_released_or_destroyed_is_not_found(
     machine: Machine, workspace: CudaWorkspace
 ) -> None:
     world = dist.group.WORLD
-    assert known.of(None) is known.of(world) is known.of(world.group_name) is workspace.known
+    assert repeat.of(None) is repeat.of(world) is repeat.of(world.group_name) is workspace.known
     for other in (7, "no such group", [], object()):
-        assert known.of(other) is None  # type: ignore[arg-type]
+        assert repeat.of(other) is None  # type: ignore[arg-type]
     pair = dist.new_group([0, 1])
     made = add_workspace(pair)
-    assert known.of(pair) is made.known
+    assert repeat.of(pair) is made.known
     dist.destroy_process_group(pair)
-    assert known.of(pair) is None and pair in known.of_groups
+    assert repeat.of(pair) is None and pair in repeat.of_groups
     registry._forget_destroyed_groups()
-    assert pair not in known.of_groups
+    assert pair not in repeat.of_groups
     workspace.release = lambda: None  # type: ignore[method-assign]
     registry.turn(world, DEVICE)
     registry.release(world)
-    assert known.of(world) is None
+    assert repeat.of(world) is None
 
 
 def test_launches_are_freed_and_the_number_of_calls_is_limited(
@@ -456,7 +456,7 @@ def test_launches_are_freed_and_the_number_of_calls_is_limited(
         flux.gemm_rs(tensor(rows, 64), weight)
     workspace.known.clear()
     assert sorted(machine.dropped) == list(range(1, 10))
-    number = known.operator()
+    number = repeat.operator()
     for i in range(1025):
         workspace.known.remember((number, i), [], [], [1], True)
     assert len(workspace.known) == 1

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from repeated import Machine, fp8, scale, tensor
 
 import flux
-from flux.comm import known
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts, summed_experts
 from flux.moe import reference, route_kernel, routing
-from flux.moe.plan import BLOCK_M
 from flux.ops import grouped_gemm
 from flux.ops.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
-from flux.ops.plan_gemm import COPY_FROM_BYTES
+from flux.plan.gemm import COPY_FROM_BYTES
+from flux.plan.moe import BLOCK_M
 from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -288,8 +288,8 @@ def test_an_own_part_of_fp8_is_repeated(machine: Machine, on_gpu: None, alone: A
 
 def test_a_destroyed_group_of_one_rank_is_forgotten(machine: Machine, computes: None) -> None:
     first, second = dist.new_group([0]), dist.new_group([0])
-    assert Layer(0).is_right(first) and known.of(first) is not None
+    assert Layer(0).is_right(first) and repeat.of(first) is not None
     dist.destroy_process_group(first)
-    assert known.of(first) is None
+    assert repeat.of(first) is None
     assert Layer(0).is_right(second)
-    assert first not in known.of_groups and second in known.of_groups
+    assert first not in repeat.of_groups and second in repeat.of_groups

@@ -1,4 +1,4 @@
-"""Calls with scales that C++ repeats (flux.comm.known): what kernels are given, and which calls differ."""
+"""Calls with scales that C++ repeats (flux.comm.repeat): what kernels are given, and which calls differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from repeated import Machine, column_major, fp8, roles, scale, tensor, told
 from test_repeated_calls import CPP, PYTHON, count
 
 import flux
-from flux.comm import cuda, known
+from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
-from flux.ops import _end, grouped_gemm, quantize
 from flux.ops import gemm as plain
+from flux.ops import grouped_gemm, norm_and_quant, quantize
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS
 
@@ -25,12 +25,12 @@ E5M2 = torch.float8_e5m2
 @pytest.fixture
 def alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The known calls of operators without communication."""
-    properties, calls = SimpleNamespace(multi_processor_count=132), known.make()
+    properties, calls = SimpleNamespace(multi_processor_count=132), repeat.make()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
     monkeypatch.setattr(plain, "_plans", {})
-    monkeypatch.setattr(known, "without_group", lambda: calls)
+    monkeypatch.setattr(repeat, "without_group", lambda: calls)
     return calls
 
 
@@ -194,7 +194,7 @@ def test_quantize_is_repeated(
     x, given_scale = tensor(*shape), scale(1) if static else None
     arguments: tuple[Any, ...] = (x, quant, given_scale, False, torch.float8_e4m3fn)
     q, scales = quantize.empty(x, quant, torch.float8_e4m3fn)
-    quantize.launch(*arguments[:4], q, scales, known.Recipe(quantize._OP, *arguments))
+    quantize.launch(*arguments[:4], q, scales, repeat.Recipe(quantize._OP, *arguments))
     given = {"x": x.clone(), "scale": None if given_scale is None else given_scale.clone()}
     results = flux.quantize(**given, quant=quant)
     assert [(t.shape, t.stride(), t.dtype) for t in results] == [
@@ -219,7 +219,7 @@ def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, alone: Any) -> N
     x = tensor(8, 512)[:, ::2]
     arguments = (x, "token", None, False, torch.float8_e4m3fn)
     results = quantize.empty(x, "token", torch.float8_e4m3fn)
-    quantize.launch(*arguments[:4], *results, known.Recipe(quantize._OP, *arguments))
+    quantize.launch(*arguments[:4], *results, repeat.Recipe(quantize._OP, *arguments))
     assert len(machine.dispatched) == 1 and len(alone) == 0
 
 
@@ -248,13 +248,13 @@ def test_a_grouped_gemm_of_fp8_is_repeated(of_experts: torch.Tensor, machine: Ma
 def test_a_launch_that_cannot_quantise_is_not_repeated(
     machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_end, "takes", lambda op, name: False)
+    monkeypatch.setattr(norm_and_quant, "takes", lambda op, name: False)
     call = lambda: flux.all_reduce(tensor(8, 64), norm_weight=tensor(64), quant="token")  # noqa: E731
     assert [count(machine, call) for _ in range(2)] == [PYTHON] * 2 and len(workspace.known) == 0
 
 
 def test_options_are_compared_whole(machine: Machine, workspace: CudaWorkspace) -> None:
-    number, x = known.operator(), tensor(8, 64)
+    number, x = repeat.operator(), tensor(8, 64)
     workspace.known.remember(
         (number, x, "group128", torch.half), [((4,), None, 1, None, None)], [], [-1], True
     )

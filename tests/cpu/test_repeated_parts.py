@@ -1,4 +1,4 @@
-"""Calls that run in parts are repeated by C++ as a whole (flux.comm.known.Recipe)."""
+"""Calls that run in parts are repeated by C++ as a whole (flux.comm.repeat.Recipe)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from repeated import CALLS, WITH_OUT, Machine, arguments, flat, roles, tensor, t
 
 import flux
 from flux.comm.cuda import CudaWorkspace
-from flux.ops import _end
-from flux.ops._end import End
-from flux.ops.plan import workspace_plan
+from flux.ops import norm_and_quant
+from flux.ops.norm_and_quant import End
+from flux.plan.choose import workspace_plan
 from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -212,7 +212,7 @@ def test_torch_does_its_part_of_a_known_composed_call(
         assert [name for name, *_ in machine.repeated] == ["flux::_gemm_rs", "flux::_all_gather"]
         shape = (*x.shape[:-1], 16)
         total = product.view(shape) + given.get("residual", 0)
-        options = {name: given[name] for name in (*_end.NAMES, "norm_weight") if name in given}
+        options = {name: given[name] for name in (*norm_and_quant.NAMES, "norm_weight") if name in given}
         end = End(eps=1e-6)._replace(**options)
         end = end.checked("gemm_ar", 16, x) if "norm_weight" in given else end
         expected = end.of(total)
@@ -239,7 +239,7 @@ def test_an_error_of_torch_ends_a_known_call(machine: Machine, workspace: CudaWo
     given = {"x": tensor(8, 64), "weight": tensor(16, 64), "norm_weight": tensor(16)}
     flux.gemm_ar(**given)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room"):
-        patch.setattr(_end, "row_norm", raise_no_room)
+        patch.setattr(norm_and_quant, "row_norm", raise_no_room)
         flux.gemm_ar(**given)
     flux.gemm_ar(**given)
     assert len(machine.dispatched) == 2, "the group works on"

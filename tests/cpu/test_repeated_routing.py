@@ -1,4 +1,4 @@
-"""Routings that C++ repeats (flux.comm.known): what the kernel is given, and what memory results share."""
+"""Routings that C++ repeats (flux.comm.repeat): what the kernel is given, and what memory results share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from repeated import Machine, tensor, tensors_of, told
 
 from flux import moe
-from flux.comm import known
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
 
@@ -90,7 +90,7 @@ def test_a_routing_below_the_dispatcher_shares_no_memory(
 @pytest.mark.parametrize(("offset", "fits"), [(0, True), (4, True), (5, False), (-1, False)])
 def test_a_part_of_a_block_lies_within_it(offset: int, fits: bool, workspace: CudaWorkspace) -> None:
     fresh = [((2, 2), None, 1, None, ((2, 1), offset))]
-    given = (known.operator(), tensor(8))
+    given = (repeat.operator(), tensor(8))
     for block in ((8,), None):
         if fits and block is not None:
             assert workspace.known.remember(given, fresh, [], [-1], True, (block, None, 1, None, None))
@@ -104,11 +104,11 @@ def test_a_torch_without_quick_views_makes_tensors(
 ) -> None:
     ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
     monkeypatch.delattr(torch._C._dynamo.guards, "_reinterpret_tensor")
-    known._torch.cache_clear()
-    workspace.known = known.of_groups[workspace.group] = known.make(
+    repeat._torch.cache_clear()
+    workspace.known = repeat.of_groups[workspace.group] = repeat.make(
         workspace.turn, workspace._order, workspace._error_address
     )
     found = [moe.route(ids, weights, 4) for _ in range(2)][1]
-    known._torch.cache_clear()
+    repeat._torch.cache_clear()
     assert len(machine.repeated) == 1
     assert len({array.untyped_storage().data_ptr() for array in found[:11]}) == 11

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import flux
 from flux import _files
 from flux.comm import registry
-from flux.ops.plan import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
+from flux.plan.choose import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
 from flux.tuning import machine, store
 from flux.tuning.facts import Fact, Modelled, Tuning, choose

@@ -20,13 +20,13 @@ from torch.nn.functional import linear
 from vllm_stand_in import define_all_reduce, define_norm, exact_norm
 
 import flux
+from flux.fp8.scales import Scaling
 from flux.integrations.vllm import eager, rows, sequence
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm.gemms import settle_gemms
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
-from flux.ops._scales import Scaling
 from flux.testing import spawn
 
 N, LAYERS, FROM, SEQUENCE_FROM = 256, 3, 3, 6

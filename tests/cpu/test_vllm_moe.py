@@ -20,7 +20,7 @@ from flux.integrations import vllm as plugin
 from flux.integrations.vllm import expert_rows
 from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.sequence import NEVER
-from flux.ops import plan
+from flux.plan import choose as plan
 
 vllm = stand_in.vllm
 Modules = dict[str, types.ModuleType]

@@ -25,7 +25,7 @@ from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import op, thresholds, trial
 from flux.integrations.vllm import report as reports
-from flux.ops import plan
+from flux.plan import choose as plan
 from flux.testing import spawn
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel

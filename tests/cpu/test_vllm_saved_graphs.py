@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 
+from flux.fp8.scales import Scaling
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
 from flux.integrations.vllm.graph import value
@@ -24,7 +25,6 @@ from flux.integrations.vllm.pairs import join_pairs
 from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
-from flux.ops._scales import Scaling
 from flux.testing import spawn
 
 FOLDER = Path(__file__).with_name("vllm_graphs")

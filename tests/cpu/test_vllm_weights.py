@@ -1,5 +1,5 @@
 """vLLM's weights are of classes with a __torch_function__ of their own. flux repeats calls of plain tensors
-only (flux.comm.known), so the plugin's operators hand it those.
+only (flux.comm.repeat), so the plugin's operators hand it those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""flux.ops.plan.why_unfused: what flux.explain says, without the cost of asking at every call."""
+"""flux.plan.choose.why_unfused: what flux.explain says, without the cost of asking at every call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import registry
-from flux.ops import plan
+from flux.plan import choose as plan
 from flux.testing import spawn
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from flux._native import core
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Disagreement
 from flux.moe.combine import weighted_sum
-from flux.ops import _wire
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
+from flux.ops.ways import int8_sum
+from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import spawn
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import ScaledCase
@@ -102,7 +102,7 @@ def defects(rank: int, p: int) -> None:
         return  # nothing travels
     x = data((3 * p, 300), rank, torch.float32)
     expected = model([part.chunk(p)[rank] for part in every(x)], rank)[0]
-    right = _wire.spread
+    right = int8_sum.spread
     for name, wrong in DEFECTS.items():
         asked: list[int] = []
 
@@ -110,12 +110,12 @@ def defects(rank: int, p: int) -> None:
             asked.append(n)  # the first is that of the sender
             return right(scale, n) if len(asked) == 1 else wrong(scale, n)
 
-        with mock.patch.object(_wire, "spread", once):
+        with mock.patch.object(int8_sum, "spread", once):
             assert not torch.equal(flux.reduce_scatter(x, **INT8), expected), name
         assert len(asked) > 1
-    most = _wire._MOST
+    most = int8_sum._MOST
     for name, attribute, value in (("128 steps", "_MOST", most + 1), ("120 steps", "_MOST", 120.0)):
-        with mock.patch.object(_wire, attribute, value):
+        with mock.patch.object(int8_sum, attribute, value):
             assert not torch.equal(flux.reduce_scatter(x, **INT8), expected), name
 
 
@@ -303,12 +303,12 @@ def test_plans_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 60, "60 elements are no whole number"),
         (1, 1 << 27, "more than an exchange holds"),
     ):
-        made = _wire.planned(plan(), workspace, rows, n)
+        made = int8_sum.planned(plan(), workspace, rows, n)
         assert not made.fused and words in made.reason and "int8" in made.reason
         assert made.slot_bytes == made.exchange_bytes == 0
     monkeypatch.setattr(workspace, "why_not", "no links", raising=False)
-    assert "no links" in _wire.planned(plan(), workspace, 4, 128).reason
-    assert not _wire.planned(plan(), object(), 4, 128).fused  # type: ignore[arg-type]
+    assert "no links" in int8_sum.planned(plan(), workspace, 4, 128).reason
+    assert not int8_sum.planned(plan(), object(), 4, 128).fused  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
@@ -317,7 +317,7 @@ def test_the_kernel_has_room(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     workspace = gpu_workspace(monkeypatch, p)
     for rows, n in ((1, 8), (3, 136), (4096, 8192), (65536, 7168), (7, 12345 * 8)):
-        made, most = _wire.planned(plan(), workspace, rows, n), _wire.rows_at_once(n, p)
+        made, most = int8_sum.planned(plan(), workspace, rows, n), int8_sum.rows_at_once(n, p)
         assert made.fused and made.exchange_bytes <= MAX_EXCHANGE_BYTES
         area = core.int8_scatter_bytes(min(rows, most), n, p)
         assert area <= made.exchange_bytes < area + 4096
@@ -342,15 +342,15 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append(rest)
         out.copy_(x.sum(0))
 
-    monkeypatch.setattr(_wire, "_kernel", kernel)
-    monkeypatch.setattr(_wire, "rows_at_once", lambda n, p: 2)
-    made = _wire.planned(plan(), workspace, 5, 16)
+    monkeypatch.setattr(int8_sum, "_kernel", kernel)
+    monkeypatch.setattr(int8_sum, "rows_at_once", lambda n, p: 2)
+    made = int8_sum.planned(plan(), workspace, 5, 16)
     x = torch.arange(2.0 * 5 * 16).view(2, 5, 16)
     out = torch.zeros(5, 16)
-    _wire.sum_into(out, x, workspace, made)
+    int8_sum.sum_into(out, x, workspace, made)
     assert torch.equal(out, x.sum(0)) and told == [(77, 114, False)] * 3
     with flux.batch_invariant():
         # A result that a kernel cannot write where it shall lie.
         shifted = torch.zeros(81)[1:].view(5, 16)
-        _wire.sum_into(shifted, x, workspace, made)
+        int8_sum.sum_into(shifted, x, workspace, made)
     assert torch.equal(shifted, out) and told[3:] == [(77, 114, True)] * 3

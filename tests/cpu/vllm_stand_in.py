@@ -24,7 +24,7 @@ from flux.integrations.vllm import (
     op,  # noqa: F401  (as well)
 )
 from flux.integrations.vllm import report as reports
-from flux.ops import plan
+from flux.plan import choose as plan
 
 
 class Linear(torch.nn.Module):

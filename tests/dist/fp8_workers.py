@@ -11,8 +11,8 @@ import torch
 from ar_workers import differs, not_everywhere
 
 import flux
-from flux.ops import _wire
-from flux.ops._end import QUANTS
+from flux.ops.norm_and_quant import QUANTS
+from flux.ops.ways import int8_sum as int8_sum_
 from flux.testing import ScaledCase
 from flux.testing.scaled_data import exact_product
 
@@ -155,7 +155,7 @@ def int8_between_ranks(rank: int, world_size: int) -> list[str]:
             x = whole[rank].cuda()
             for _ in range(CALLS):
                 told += differs(f"{rows} x {n}, {dtype}", flux.reduce_scatter(x, wire="int8"), expected)
-            with mock.patch.object(_wire, "rows_at_once", lambda n, p: 50):  # several exchanges
+            with mock.patch.object(int8_sum_, "rows_at_once", lambda n, p: 50):  # several exchanges
                 told += differs(f"{rows} x {n}, in parts", flux.reduce_scatter(x, wire="int8"), expected)
     x, weight = sent_by(rank, (64 * world_size, 256), torch.bfloat16).cuda(), torch.eye(256).bfloat16().cuda()
     expected = flux.reduce_scatter(x, wire="int8")
@@ -182,5 +182,5 @@ def int8_sum(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
     """The sum over ranks of what each has for one of them, on the CPU."""
     total = torch.zeros(parts[0].shape)
     for source, part in enumerate(parts):
-        total += part if source == rank else _wire.dequantised(*_wire.quantised(part))
+        total += part if source == rank else int8_sum_.dequantised(*int8_sum_.quantised(part))
     return total

@@ -11,9 +11,9 @@ import flux
 from flux._native import core
 from flux.moe import rows as steps
 from flux.ops import grouped_wgrad
-from flux.ops._end import End
 from flux.ops.add_norm import _fits, add_norm_
 from flux.ops.grouped_gemm import ACTIVATIONS
+from flux.ops.norm_and_quant import End
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks

@@ -9,9 +9,9 @@ import torch
 
 import flux
 from flux._native import core
-from flux.ops.plan import PlanInput
-from flux.ops.plan_ar import plan_gemm_ar
-from flux.ops.plan_gemm import plan_ag_gemm, plan_gemm_rs
+from flux.plan.choose import PlanInput
+from flux.plan.gemm import plan_ag_gemm, plan_gemm_rs
+from flux.plan.sums import plan_gemm_ar
 from flux.testing.emulate import EmulatedRanks
 
 POOL = 300  # rows from which batches are drawn

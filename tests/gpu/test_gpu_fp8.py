@@ -14,11 +14,10 @@ import torch
 
 import flux
 from flux._native import core
-from flux.ops._end import QUANTS as ENDS
-from flux.ops._end import End
-from flux.ops._norm import rms_norm
-from flux.ops._scaled_mm import scaled_mm
-from flux.ops._scales import Scales
+from flux.fp8.scales import Scales
+from flux.fp8.torch_product import scaled_mm
+from flux.ops.norm_and_quant import QUANTS as ENDS
+from flux.ops.norm_and_quant import End, rms_norm
 from flux.ops.quantize import QUANTS
 from flux.testing import ScaledCase
 from flux.testing.emulate import EmulatedRanks

@@ -11,9 +11,9 @@ import torch
 
 import flux
 from flux._native import core
-from flux.ops import _wire
 from flux.ops import gemm as products
 from flux.ops.gemm_ar import rms_norm
+from flux.ops.ways import int8_sum
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_graphs import EmulatedGraphRanks
@@ -249,7 +249,7 @@ def test_reduce_scatter(world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 def test_reduce_scatter_as_int8(world_size: int, dtype: torch.dtype) -> None:
-    """The bits of flux.ops._wire, which the CPU tests compare with a model. Sums of 16 bits between them."""
+    """The bits of int8_sum, which the CPU tests compare with a model. Sums of 16 bits between them."""
     ranks = EmulatedInt8Ranks(world_size)
     for number, (rows, n) in enumerate([(1, 8), (3, 1000), (130, 2048), (1, 8)]):
         g = torch.Generator().manual_seed(number)
@@ -263,7 +263,7 @@ def test_reduce_scatter_as_int8(world_size: int, dtype: torch.dtype) -> None:
             ranks.reduce_scatter([x.view(-1, n) for x in xs], join=False)
         found.append(ranks.reduce_scatter_int8(xs, join=False))
         ranks.check()
-        travelled = [_wire.dequantised(*_wire.quantised(x.view(-1, n))).view(shape) for x in wholes]
+        travelled = [int8_sum.dequantised(*int8_sum.quantised(x.view(-1, n))).view(shape) for x in wholes]
         for call, results in enumerate(found):
             for rank, result in enumerate(results):
                 total = torch.zeros(rows, n)

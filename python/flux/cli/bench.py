@@ -27,7 +27,7 @@ from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
-from flux.ops.plan_nodes import SCHEDULES
+from flux.plan.nodes import SCHEDULES
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 import flux
-from flux.ops._end import End
-from flux.ops._scales import Scales
+from flux.fp8.scales import Scales
+from flux.ops.norm_and_quant import End
 from flux.testing import ScaledCase
 from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.emulate import EmulatedRanks

@@ -10,11 +10,11 @@ import torch
 
 from flux._files import read_json
 from flux.cli.findings import Finding
+from flux.fp8.scales import BLOCK
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import forecast, thresholds
 from flux.integrations.vllm.report import setting, where_from
 from flux.moe.routing import MAX_TOP_K
-from flux.ops._scales import BLOCK
 
 _WANTED = "doctor: --vllm expected a folder with config.json, or a model in the local cache of the hub"
 

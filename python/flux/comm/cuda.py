@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _env, _native
-from flux.comm import known, shm, symm_mem
+from flux.comm import repeat, shm, symm_mem
 from flux.comm.group import Meeting, name_of, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
@@ -113,7 +113,7 @@ class CudaWorkspace(Workspace):
             self._error_address = self._error.data_ptr()
             # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
-            self.known = known.make(turn, self._order, self._error_address, str(group.group_name))
+            self.known = repeat.make(turn, self._order, self._error_address, str(group.group_name))
 
     @property
     def transport(self) -> str:  # type: ignore[override]
@@ -259,19 +259,19 @@ class CudaWorkspace(Workspace):
 
     def remember(
         self,
-        recipe: known.Recipe,
+        recipe: repeat.Recipe,
         launch: Callable[[], object],
         operands: Sequence[Sequence[int]],
         by_copy_engine: bool = False,
     ) -> None:
-        """Makes a call known that was made (flux.comm.known.remember), unless ranks compare all calls."""
+        """Makes a call known that was made (flux.comm.repeat.remember), unless ranks compare all calls."""
         if self._may_remember():
-            known.remember(self.known, recipe, launch, operands, [int(by_copy_engine)] * len(operands))
+            repeat.remember(self.known, recipe, launch, operands, [int(by_copy_engine)] * len(operands))
 
-    def remember_parts(self, recipe: known.Recipe, count: int) -> None:
+    def remember_parts(self, recipe: repeat.Recipe, count: int) -> None:
         """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
         if self._may_remember():
-            known.remember_parts(self.known, recipe, count)
+            repeat.remember_parts(self.known, recipe, count)
 
     def _may_remember(self) -> bool:
         return not self.compares_contents and not torch.cuda.is_current_stream_capturing()

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.comm import group as groups
-from flux.comm import known
+from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Meeting
@@ -99,22 +99,22 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
         raise
     del _unfinished[key]
     if workspace.known is not None:
-        known.of_groups.setdefault(group, workspace.known)
+        repeat.of_groups.setdefault(group, workspace.known)
     its_turn.close()  # the call for which it was made has not begun
     return workspace
 
 
 def known_of_one_rank(group: ProcessGroup) -> Any:
     """The known calls of a group of one rank, whose calls need no workspace."""
-    found = known.of_groups.get(group)
+    found = repeat.of_groups.get(group)
     if found is not None:
         return found
     _forget_destroyed_groups()
-    return known.of_groups.setdefault(group, known.make(group_name=str(group.group_name)))
+    return repeat.of_groups.setdefault(group, repeat.make(group_name=str(group.group_name)))
 
 
 def _clear() -> None:
-    known.of_groups.clear()
+    repeat.of_groups.clear()
     _workspaces.clear()
 
 
@@ -139,7 +139,7 @@ def _forget_parent() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not freed when the interpreter exits either
     for each in (_workspaces, _turns, _unfinished):
         each.clear()
-    known.forget_all()
+    repeat.forget_all()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
@@ -170,9 +170,9 @@ def _forget_destroyed_groups() -> None:
         for key in list(kept):  # a copy: other threads add to them
             if not groups.is_live(key[0]):
                 kept.pop(key, None)
-    for group in list(known.of_groups):
+    for group in list(repeat.of_groups):
         if not groups.is_live(group):
-            known.of_groups.pop(group, None)
+            repeat.of_groups.pop(group, None)
     expecting_graphs.difference_update([group for group in expecting_graphs if not groups.is_live(group)])
 
 
@@ -221,8 +221,8 @@ def _release(key: Key) -> None:
         elif key in _unfinished:
             _unfinished[key][0].leave("release", wait=False)
     finally:
-        if workspace is not None and known.of_groups.get(key[0]) is workspace.known:
-            known.of_groups.pop(key[0], None)
+        if workspace is not None and repeat.of_groups.get(key[0]) is workspace.known:
+            repeat.of_groups.pop(key[0], None)
         _workspaces.pop(key, None)
         _unfinished.pop(key, None)
         turn(*key).forget()

@@ -22,8 +22,8 @@ import torch.distributed.distributed_c10d
 
 import flux
 from flux._log import say_once
-from flux.ops._scales import FP8, OUT, Scaling
-from flux.ops.plan import why_unfused
+from flux.fp8.scales import FP8, OUT, Scaling
+from flux.ops.explain import why_unfused
 
 __all__ = ["install", "uninstall"]
 

@@ -18,7 +18,7 @@ import flux
 from flux import _env
 from flux._log import say_once
 from flux.integrations import async_tp
-from flux.ops.plan import why_unfused
+from flux.ops.explain import why_unfused
 
 __all__ = ["register"]
 

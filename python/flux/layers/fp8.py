@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flux.calls import argument_types, checks
 from flux.comm.group import process_group
-from flux.ops import _arguments, _check, _scales
+from flux.fp8 import scales as fp8_
 from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
@@ -64,15 +65,15 @@ class Fp8:
 
     def __post_init__(self) -> None:
         if self.scaling not in _SCALINGS:
-            _check.fail("Fp8", "scaling", "'current' or 'block'", repr(self.scaling))
+            checks.fail("Fp8", "scaling", "'current' or 'block'", repr(self.scaling))
         if self.grad_dtype not in (None, _E4M3, _E5M2):
-            _check.fail("Fp8", "grad_dtype", "float8_e5m2, float8_e4m3fn or None", self.grad_dtype)
+            checks.fail("Fp8", "grad_dtype", "float8_e5m2, float8_e4m3fn or None", self.grad_dtype)
         if self.ue8m0 is not None:
-            _arguments.flag("Fp8", "ue8m0", self.ue8m0)
-        _arguments.flag("Fp8", "weight_grads", self.weight_grads)
-        _scales.check_how("Fp8", torch.bfloat16, self.accumulate)
+            argument_types.flag("Fp8", "ue8m0", self.ue8m0)
+        argument_types.flag("Fp8", "weight_grads", self.weight_grads)
+        fp8_.check_how("Fp8", torch.bfloat16, self.accumulate)
         if self.by_block and self.accumulate == "fast":
-            _check.fail("Fp8", "accumulate", "'promoted' for block scales", "'fast'")
+            checks.fail("Fp8", "accumulate", "'promoted' for block scales", "'fast'")
 
     @property
     def by_block(self) -> bool:
@@ -103,7 +104,7 @@ class Fp8:
 
     def columns(self, x: Tensor, dtype: torch.dtype, quant: Literal["group128", "block128"]) -> Quantised:
         """x [M, K] quantised along M, as [K, M], with block scales; M rounded up to whole blocks."""
-        padded = x.new_zeros(x.shape[1], -(-x.shape[0] // _scales.BLOCK) * _scales.BLOCK)
+        padded = x.new_zeros(x.shape[1], -(-x.shape[0] // fp8_.BLOCK) * fp8_.BLOCK)
         padded[:, : x.shape[0]] = x.t()
         return Quantised(*quantize(padded, quant, ue8m0=self.powers_of_two, dtype=dtype))
 
@@ -151,9 +152,9 @@ def check(op: str, fp8: object, x: Tensor) -> None:
     if fp8 is None:
         return
     if not isinstance(fp8, Fp8):
-        _arguments.wrong_type(op, "fp8", "None or an Fp8", fp8)
-    if x.dtype not in _scales.OUT:
-        _check.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
+        argument_types.wrong_type(op, "fp8", "None or an Fp8", fp8)
+    if x.dtype not in fp8_.OUT:
+        checks.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
 
 
 def column_forward(

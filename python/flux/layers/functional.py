@@ -13,12 +13,13 @@ from typing import Any, Literal, cast
 
 import torch
 
+from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, group_name, world_size
 from flux.layers import _scaled
 from flux.layers.fp8 import Fp8
 from flux.layers.fp8 import check as check_fp8
 from flux.layers.weight_grads import DeferredGrads, How, WeightGrads
-from flux.ops import _arguments, _check, autocast
+from flux.ops import autocast
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.autograd import (
     bias_grad,
@@ -82,19 +83,19 @@ def column_linear(
         assert a.shape == b.shape == (8 * p, 32)
     """
     op = "column_linear"
-    _arguments.tensor(op, "x", x)
-    _arguments.sequence(op, "weights", weights, _arguments.tensor)
+    argument_types.tensor(op, "x", x)
+    argument_types.sequence(op, "weights", weights, argument_types.tensor)
     if biases is not None:
-        _arguments.sequence(op, "biases", biases, _arguments.optional_tensor)
+        argument_types.sequence(op, "biases", biases, argument_types.optional_tensor)
         if len(biases) != len(weights):
-            _check.fail(op, "biases", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
-    _arguments.flag(op, "sequence_parallel", sequence_parallel)
-    _arguments.flag_or_auto(op, "save_gathered", save_gathered)
-    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+            checks.fail(op, "biases", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
+    argument_types.flag(op, "sequence_parallel", sequence_parallel)
+    argument_types.flag_or_auto(op, "save_gathered", save_gathered)
+    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     _check_deferred(op, deferred, weights)
     name = group_name(group, op)
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
-        _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
+        checks.ag_gemm_args(op, x, weights, biases or (), False, 1)
     check_fp8(op, fp8, x)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
     how = (gradient_accumulation_fusion, deferred)
@@ -143,15 +144,15 @@ def row_linear(
         row_linear(x, weight, sequence_parallel=False).sum().backward()  # [M, N] on all ranks
     """
     op = "row_linear"
-    _arguments.tensor(op, "x", x)
-    _arguments.tensor(op, "weight", weight)
-    _arguments.optional_tensor(op, "bias", bias)
-    _arguments.flag(op, "sequence_parallel", sequence_parallel)
-    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    argument_types.tensor(op, "x", x)
+    argument_types.tensor(op, "weight", weight)
+    argument_types.optional_tensor(op, "bias", bias)
+    argument_types.flag(op, "sequence_parallel", sequence_parallel)
+    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     _check_deferred(op, deferred, [weight])
     name = group_name(group, op)
     if not autocast.enabled(x.device):
-        _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
+        checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     check_fp8(op, fp8, x)
     settings = (name, sequence_parallel, (gradient_accumulation_fusion, deferred))
     if fp8 is not None:
@@ -165,7 +166,7 @@ def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> Non
     if not isinstance(deferred, DeferredGrads):
         raise TypeError(f"{op}: deferred: expected None or DeferredGrads, got {type(deferred).__name__}")
     if any(weight.requires_grad and not weight.is_leaf for weight in weights):
-        _check.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
+        checks.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
 
 
 class _Column(torch.autograd.Function):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from flux._sharded import Init, ShardedModule, fill
+from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
 from flux.layers.fp8 import Fp8
 from flux.layers.functional import SaveGathered, column_linear, row_linear
-from flux.ops import _arguments, _check
 
 
 class _ParallelLinear(ShardedModule):
@@ -36,8 +36,8 @@ class _ParallelLinear(ShardedModule):
         name = type(self).__name__
         check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
         features = [
-            _arguments.size(name, "out_features", out_features),
-            _arguments.size(name, "in_features", in_features),
+            argument_types.size(name, "out_features", out_features),
+            argument_types.size(name, "in_features", in_features),
         ]
         super().__init__(group)
         self.out_features, self.in_features = features
@@ -93,19 +93,19 @@ def check_options(
     dtype: object,
 ) -> None:
     """Checks the arguments that all layers with weights have."""
-    _arguments.flag(op, "bias", bias)
-    _arguments.flag(op, "sequence_parallel", sequence_parallel)
-    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    argument_types.flag(op, "bias", bias)
+    argument_types.flag(op, "sequence_parallel", sequence_parallel)
+    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     if fp8 is not None and not isinstance(fp8, Fp8):
-        _arguments.wrong_type(op, "fp8", "None or an Fp8", fp8)
-    _arguments.optional_function(op, "init", init)
-    _arguments.device(op, "device", device)
-    _arguments.floating_dtype(op, "dtype", dtype)
+        argument_types.wrong_type(op, "fp8", "None or an Fp8", fp8)
+    argument_types.optional_function(op, "init", init)
+    argument_types.device(op, "device", device)
+    argument_types.floating_dtype(op, "dtype", dtype)
 
 
 def check_divides(op: str, argument: str, features: int, world_size: int) -> None:
     if features % world_size:
-        _check.fail(op, argument, f"a multiple of the {world_size} ranks of the group", features)
+        checks.fail(op, argument, f"a multiple of the {world_size} ranks of the group", features)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -155,7 +155,7 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
+        argument_types.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
         super().__init__(
             in_features,
             out_features,

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from flux._sharded import Init
+from flux.calls import argument_types
 from flux.comm.group import GroupLike, group_name, world_size
 from flux.layers.fp8 import Fp8
 from flux.layers.functional import SaveGathered, column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
-from flux.ops import _arguments
 from flux.ops.autograd import concatenated
 from flux.ops.grouped_gemm import silu_slope
 
@@ -66,9 +66,9 @@ class ParallelMLP(nn.Module):
     ) -> None:
         op = type(self).__name__
         check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
-        _arguments.flag_or_auto(op, "save_gathered", save_gathered)
-        hidden_size = _arguments.size(op, "hidden_size", hidden_size)
-        ffn_size = _arguments.size(op, "ffn_size", ffn_size)
+        argument_types.flag_or_auto(op, "save_gathered", save_gathered)
+        hidden_size = argument_types.size(op, "hidden_size", hidden_size)
+        ffn_size = argument_types.size(op, "ffn_size", ffn_size)
         name = group_name(group, op)
         check_divides(op, "ffn_size", ffn_size, world_size(name, op))
         if activation not in ("swiglu", "gelu"):

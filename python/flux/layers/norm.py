@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, resolve_group
-from flux.ops import _arguments, _check
 
 
 class RMSNorm(nn.RMSNorm):
@@ -49,14 +49,14 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         op = type(self).__name__
-        hidden_size = _arguments.size(op, "hidden_size", hidden_size, 1)
+        hidden_size = argument_types.size(op, "hidden_size", hidden_size, 1)
         if eps is not None and (not isinstance(eps, (int, float)) or isinstance(eps, bool)):
-            _arguments.wrong_type(op, "eps", "a number or None", eps)
+            argument_types.wrong_type(op, "eps", "a number or None", eps)
         if eps is not None and not eps >= 0.0:
-            _check.fail(op, "eps", "a number that is not negative", eps)
-        _arguments.flag(op, "sequence_parallel", sequence_parallel)
-        _arguments.device(op, "device", device)
-        _arguments.floating_dtype(op, "dtype", dtype)
+            checks.fail(op, "eps", "a number that is not negative", eps)
+        argument_types.flag(op, "sequence_parallel", sequence_parallel)
+        argument_types.device(op, "device", device)
+        argument_types.floating_dtype(op, "dtype", dtype)
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
         self.sequence_parallel = sequence_parallel
         self._mark_weight()
@@ -114,12 +114,12 @@ def mark_replicated(module: nn.Module, *names: str) -> None:
     """
     op = "mark_replicated"
     if not isinstance(module, nn.Module):
-        _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
+        argument_types.wrong_type(op, "module", "a torch.nn.Module", module)
     if isinstance(getattr(type(module), "replicated_parameters", None), property):
-        _check.fail(op, "module", "a module without marks of its own", type(module).__name__)
+        checks.fail(op, "module", "a module without marks of its own", type(module).__name__)
     for name in names:
         if not isinstance(module._parameters.get(name), nn.Parameter):
-            _check.fail(op, "names", f"parameters of {type(module).__name__}", repr(name))
+            checks.fail(op, "names", f"parameters of {type(module).__name__}", repr(name))
     module.replicated_parameters = names  # type: ignore[assignment]
 
 
@@ -153,7 +153,7 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     """
     op = "reduce_replicated_grads"
     if not isinstance(module, nn.Module):
-        _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
+        argument_types.wrong_type(op, "module", "a torch.nn.Module", module)
     process_group = resolve_group(group, op)
     found, marked = {}, _replicated(module)
     for name, parameter in marked.items():
@@ -193,7 +193,7 @@ def _replicated(module: nn.Module) -> dict[str, nn.Parameter]:
                 )
             found.setdefault(id(own[name]), (f"{path}.{name}".lstrip("."), own[name]))
     if not found and not is_said:
-        _check.fail(
+        checks.fail(
             op,
             "module",
             "parameters that modules mark (RMSNorm, mark_replicated; torch drops attributes of weights)",
@@ -214,11 +214,11 @@ def _check_alike(
     if _equal(marked + [(name, grad.shape, grad.dtype) for name, grad in found.items()], device, group):
         return
     if not _equal(marked, device, group):
-        _check.fail(op, "module", "the same marked parameters on all ranks", ", ".join(marked) or "none")
+        checks.fail(op, "module", "the same marked parameters on all ranks", ", ".join(marked) or "none")
     holders = torch.tensor([name in found for name in marked], dtype=torch.int32, device=device)
     dist.all_reduce(holders, group=group)
     some = [name for name, count in zip(marked, holders.tolist(), strict=True) if 0 < count < group.size()]
-    _check.fail(op, "module", expected, f"{', '.join(some) or 'other shapes or dtypes'} on some only")
+    checks.fail(op, "module", expected, f"{', '.join(some) or 'other shapes or dtypes'} on some only")
 
 
 def _equal(value: list[Any], device: torch.device, group: dist.ProcessGroup) -> bool:

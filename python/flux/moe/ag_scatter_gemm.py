@@ -12,14 +12,22 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import known, registry
+from flux._memory import padded, readable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.fp8 import packed_rows
+from flux.fp8 import scales as fp8
+from flux.fp8.packed_rows import Records
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import wide_expert
 from flux.moe import two_level
 from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe, scale_operands
-from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
     check_experts,
@@ -30,16 +38,11 @@ from flux.moe.routing import (
     same_routing,
     tokens_of_rows,
 )
-from flux.ops import _check, _gate, _scales, grouped_gemm
-from flux.ops import _records as records
 from flux.ops import all_gather as gather
-from flux.ops._library import dispatch, library
-from flux.ops._product import wide_expert
-from flux.ops._records import Records
-from flux.ops._scales import Scales
-from flux.ops._tensors import padded, readable
+from flux.ops import grouped_gemm
+from flux.plan.moe import BLOCK_M, BLOCK_N, MoePlan
 
-_KNOWN = known.operator()
+_KNOWN = repeat.operator()
 _OP = "moe.ag_scatter_gemm"
 
 
@@ -91,19 +94,19 @@ def ag_scatter_gemm(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert rows.shape == (6 * p, 16)
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if (done := known_layer(_KNOWN, x, weight, routing, activation, scaling)) is not None:
         return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling:
-        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        _gate.check(_OP, x=x, weight=weight, activation=activation, **of_scales)
+        of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
+        argument_types.check(_OP, x=x, weight=weight, activation=activation, **of_scales)
         check_routing(_OP, routing, x.device)
     if scaling:
-        _scales.no_backward(_OP, x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
+        fp8.no_backward(_OP, x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
     check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
-        _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
+        checks.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
     fn = _eager if direct else _op
     arguments = (x, weight, routing[:11], *sizes, activation, routing.group_name)
@@ -121,9 +124,9 @@ def _fake(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales = _scales.given(_OP, *scaling)
+    scales = fp8.given(_OP, *scaling)
     columns = grouped_gemm.expert_weight(_OP, x, weight, activation, scales)
-    return x.new_empty(routing[2].shape[0], columns, dtype=_scales.result_dtype(x, scales))
+    return x.new_empty(routing[2].shape[0], columns, dtype=fp8.result_dtype(x, scales))
 
 
 def _eager(
@@ -139,7 +142,7 @@ def _eager(
 ) -> torch.Tensor:
     tokens = x.shape[0] if x.dim() > 0 else 0  # is checked below
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, tokens, group_name])
-    scales = _scales.given(_OP, *scaling)
+    scales = fp8.given(_OP, *scaling)
     done = known_layer(_KNOWN, x, weight, told, activation, scales or (), below=True)
     if done is not None:
         return done
@@ -153,7 +156,7 @@ def _eager(
         return registry.in_turn(group, x.device, _among_ranks, *arguments)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if not x.is_cuda:
-        out = x.new_zeros(layout.max_rows, columns, dtype=_scales.result_dtype(x, scales))
+        out = x.new_zeros(layout.max_rows, columns, dtype=fp8.result_dtype(x, scales))
         tiles = _Tiles(layout, told, weight, activation, out, scales, records_of(x, scales))
         tiles.compute(lambda expert, step: None, {0: packed(x, scales)})
         return out
@@ -168,7 +171,7 @@ def _among_ranks(
     columns: int,
     group: ProcessGroup,
     scales: Scales | None,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, _OP)
     if isinstance(workspace, NodesWorkspace):
@@ -224,7 +227,7 @@ def _launch(
     plan: MoePlan,
     workspace: CudaWorkspace,
     scales: Scales | None,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
 ) -> None:
     # Before the launch: copies may run out of memory.
     operands = (readable(x), grouped_gemm.readable_weight(weight, activation, scales))
@@ -232,7 +235,7 @@ def _launch(
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):
         options = (*sizes, activation_id, out, symm_buffer, -1, 0)
-        scaled = _scales.for_kernel(x, scales)
+        scaled = fp8.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, routing[:10], *options, **scaled)
         enqueue()
     if (of_scales := scale_operands(recipe, operands, scales)) is not None:
@@ -253,8 +256,8 @@ def in_parts(
     tokens = tokens_of_rows(routing) if limit else routing.rows
     how: dict[str, Any] = {"rows": tokens, "activation": activation}
     if scales is not None:
-        of_rows = _gathered(_scales.of_elements(scales.x, x.shape[0]), limit, group)
-        how |= _scales.named(*scales._replace(x=of_rows))
+        of_rows = _gathered(fp8.of_elements(scales.x, x.shape[0]), limit, group)
+        how |= fp8.named(*scales._replace(x=of_rows))
     return grouped_gemm.grouped_gemm(_gathered(x, limit, group), weight, routing.offsets, **how)
 
 
@@ -272,7 +275,7 @@ def _gathered(x: torch.Tensor, limit: int, group: ProcessGroup) -> torch.Tensor:
 
 def records_of(x: torch.Tensor, scales: Scales | None) -> Records | None:
     """The form of rows with scales, if there are some."""
-    return None if scales is None else records.records_of(x.shape[1], x.dtype, scales.scaling(x.shape[1]))
+    return None if scales is None else packed_rows.records_of(x.shape[1], x.dtype, scales.scaling(x.shape[1]))
 
 
 def packed(x: torch.Tensor, scales: Scales | None) -> torch.Tensor:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from flux._memory import padded, wide_type
+from flux.calls.schemas import library
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import Routing, tokens_of_rows
 from flux.moe.rows import activation_grad, finish_activation, finish_rows, gather_rows
-from flux.ops._library import library
-from flux.ops._tensors import padded, wide_type
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm

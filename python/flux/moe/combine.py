@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from flux import _native
-from flux.comm import known
+from flux.comm import repeat
 from flux.moe import reference
 from flux.moe.rows import kernel_takes
 
-_OP = known.operator()
+_OP = repeat.operator()
 _MAX_CHOICES: int = _native.core.MOE_MAX_TOP_K
 
 
@@ -20,10 +20,10 @@ def weighted_sum(
     product: torch.Tensor,
     positions: torch.Tensor,
     weights: torch.Tensor,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> torch.Tensor:
     """As reference.weighted_sum; if there is a kernel, in one pass and rounded to the dtype of `product`.
-    within: of the call that this one is a part of, if that is to be known (flux.comm.known).
+    within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
     """
     if not kernel_takes(product, product.shape[1]) or positions.shape[-1] > _MAX_CHOICES:
         return reference.weighted_sum(product, positions, weights)
@@ -31,7 +31,7 @@ def weighted_sum(
     enqueue = functools.partial(_combine, product.contiguous(), positions, weights, out)
     enqueue()
     if within is not None and product.is_contiguous():
-        recipe = known.Recipe(_OP, product, positions, weights, within=within)
+        recipe = repeat.Recipe(_OP, product, positions, weights, within=within)
         within.add(recipe, enqueue, [[1, 2, 3, recipe.returns(out, like=1)]], [0], [None])
     return out
 

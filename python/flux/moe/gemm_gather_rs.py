@@ -13,16 +13,22 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import known, registry
+from flux._memory import readable, wide_type
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import wide_expert
 from flux.moe import reference, two_level
 from flux.moe.combine import weighted_sum
 from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe, scale_operands
-from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
     check_experts,
@@ -32,13 +38,11 @@ from flux.moe.routing import (
     plan_of,
     same_routing,
 )
-from flux.ops import _check, _gate, _scales, _wire, grouped_gemm
-from flux.ops._library import dispatch, library
-from flux.ops._product import wide_expert
-from flux.ops._scales import Scales
-from flux.ops._tensors import readable, wide_type
+from flux.ops import grouped_gemm
+from flux.ops.ways import int8_sum
+from flux.plan.moe import BLOCK_M, BLOCK_N, MoePlan
 
-_KNOWN = known.operator()
+_KNOWN = repeat.operator()
 _OP = "moe.gemm_gather_rs"
 
 
@@ -90,21 +94,21 @@ def gemm_gather_rs(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is None and (done := known_layer(_KNOWN, x, weight, routing, None, scaling)) is not None:
         return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling or wire is not None:
-        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        _gate.check(_OP, x=x, weight=weight, wire=wire, **of_scales)
+        of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
+        argument_types.check(_OP, x=x, weight=weight, wire=wire, **of_scales)
         check_routing(_OP, routing, x.device)
     if scaling:
         tensors = {"x": x, "weight": weight, "routing": routing.weights}
-        _scales.no_backward(_OP, **tensors, scale_x=scale_x, scale_w=scale_w)
+        fp8.no_backward(_OP, **tensors, scale_x=scale_x, scale_w=scale_w)
     check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
-        _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
+        checks.fail(_OP, "x", what, f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
     fn = _eager if direct else _op
     arguments = (x, weight, routing[:11], *sizes, routing.group_name)
@@ -124,10 +128,10 @@ def _fake(
     group_name: str,
     *rest: Any,
 ) -> torch.Tensor:
-    scales, wire = _scales.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
+    scales, wire = fp8.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
     columns = grouped_gemm.expert_weight(_OP, x, weight, None, scales)
-    _wire.check(_OP, wire, _scales.result_dtype(x, scales))
-    return x.new_empty(num_tokens, columns, dtype=_scales.result_dtype(x, scales))
+    int8_sum.check(_OP, wire, fp8.result_dtype(x, scales))
+    return x.new_empty(num_tokens, columns, dtype=fp8.result_dtype(x, scales))
 
 
 def _eager(
@@ -142,7 +146,7 @@ def _eager(
     *rest: Any,
 ) -> torch.Tensor:
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
-    scales, wire = _scales.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
+    scales, wire = fp8.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
     if wire is not None:
         return _over_wire(x, weight, told, scales, wire)
     if (done := known_layer(_KNOWN, x, weight, told, None, scales or (), below=True)) is not None:
@@ -163,7 +167,7 @@ def _among_ranks(
     routing: Routing,
     group: ProcessGroup,
     scales: Scales | None,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
 ) -> torch.Tensor:
     n = weight.shape[1]
     workspace = registry.get(group, x.device, _OP)
@@ -186,7 +190,7 @@ def _over_wire(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, scales: Scales | None, wire: str
 ) -> torch.Tensor:
     grouped_gemm.expert_weight(_OP, x, weight, None, scales)
-    _wire.check(_OP, wire, _scales.result_dtype(x, scales))
+    int8_sum.check(_OP, wire, fp8.result_dtype(x, scales))
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
     group = process_group(routing.group_name)
@@ -196,8 +200,8 @@ def _over_wire(
     def among_ranks() -> torch.Tensor:
         workspace = registry.get(group, x.device, _OP)
         plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
-        plan = _wire.planned(plan, workspace, routing.max_tokens, weight.shape[1])
-        with workspace.calling(plan, {**same_routing(routing), **_wire.same(wire)}):
+        plan = int8_sum.planned(plan, workspace, routing.max_tokens, weight.shape[1])
+        with workspace.calling(plan, {**same_routing(routing), **int8_sum.same(wire)}):
             return in_parts(x, weight, routing, scales, (workspace, plan))
 
     return registry.in_turn(group, x.device, among_ranks)
@@ -231,9 +235,9 @@ def launch(
     plan: MoePlan,
     workspace: CudaWorkspace,
     scales: Scales | None = None,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> torch.Tensor:
-    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.known)."""
+    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.repeat)."""
     rows, n, dtype = x.shape[0], weight.shape[1], plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
     operands = (readable(x), grouped_gemm.readable_weight(weight, None, scales))
@@ -242,7 +246,7 @@ def launch(
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
         arguments = (*operands, routing[:10], routing[10], *sizes, *options)
-        enqueue = functools.partial(_kernel, *arguments, **_scales.for_kernel(x, scales))
+        enqueue = functools.partial(_kernel, *arguments, **fp8.for_kernel(x, scales))
         enqueue()
     of_scales = None if recipe is None else scale_operands(recipe, operands, scales)
     if recipe is not None and of_scales is not None:
@@ -257,15 +261,15 @@ def in_parts(
     routing: Routing,
     scales: Scales | None = None,
     wire: tuple[Workspace, MoePlan] | None = None,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> torch.Tensor:
     """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU.
 
     Args:
         wire: the workspace and the plan of sums that travel as int8.
-        recipe: of the call in a group of one rank, if it is to be known (flux.comm.known).
+        recipe: of the call in a group of one rank, if it is to be known (flux.comm.repeat).
     """
-    group, dtype = process_group(routing.group_name), _scales.result_dtype(x, scales)
+    group, dtype = process_group(routing.group_name), fp8.result_dtype(x, scales)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
         return x.new_zeros(routing.num_tokens, n, dtype=dtype)
@@ -275,12 +279,12 @@ def in_parts(
         total = weighted_sum(product, routing.positions[0, own], routing.weights[0, own], recipe)
         if recipe is not None and x.is_cuda:
             recipe.returns(total, like=1)
-            known.remember_parts(registry.known_of_one_rank(group), recipe, 2)
+            repeat.remember_parts(registry.known_of_one_rank(group), recipe, 2)
         return total.to(dtype)
     partial = weighted_sum(product, routing.positions, routing.weights)
     if wire is not None:
         total = partial.new_empty(limit, n)
-        _wire.sum_into(total, partial, *wire)
+        int8_sum.sum_into(total, partial, *wire)
         return total[: routing.num_tokens].to(dtype, copy=True)
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     partial = partial.to(dtype) if x.is_cuda else partial

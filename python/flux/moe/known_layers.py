@@ -1,4 +1,4 @@
-"""Layers as calls that C++ repeats (flux.comm.known)."""
+"""Layers as calls that C++ repeats (flux.comm.repeat)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 
 from flux import _invariance
-from flux.comm import known
+from flux._memory import in_place
+from flux.comm import repeat
+from flux.fp8.scales import Scales, tensors
 from flux.moe.routing import Routing
-from flux.ops._scales import Scales, tensors
-from flux.ops._tensors import in_place
 
 # Of the arguments of a known call: the ten arrays of the routing, its weights, and the scales.
 ARRAYS = tuple(range(3, 13))
@@ -28,12 +28,12 @@ def known_layer(
     scaling: tuple[Any, ...],
     below: bool = False,
 ) -> torch.Tensor | None:
-    """The result of a known call of a layer (flux.comm.known), or None. scaling: as _scales.arguments returns
-    it. below: below torch's dispatcher.
+    """The result of a known call of a layer (flux.comm.repeat), or None. scaling: as fp8.arguments
+    returns it. below: below torch's dispatcher.
     """
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
-    calls = known.of(routing.group_name)
+    calls = repeat.of(routing.group_name)
     if calls is None:
         return None
     call = calls.call_below if below else calls.call
@@ -48,14 +48,14 @@ def layer_recipe(
     routing: Routing,
     activation: str | None,
     scales: Scales | None,
-) -> known.Recipe:
+) -> repeat.Recipe:
     """How a layer is called again. scales: as they were given."""
     options = (activation, _invariance.active(), *(scales or ()))
-    return known.Recipe(op, x, weight, *routing[:15], *options)
+    return repeat.Recipe(op, x, weight, *routing[:15], *options)
 
 
 def scale_operands(
-    recipe: known.Recipe, operands: Sequence[torch.Tensor], scales: Scales | None
+    recipe: repeat.Recipe, operands: Sequence[torch.Tensor], scales: Scales | None
 ) -> list[int] | None:
     """The operands for the scales of a launch; None if it reads copies of arguments, and cannot be repeated.
 

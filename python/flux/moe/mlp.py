@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from flux._sharded import Init, ShardedModule, fill
+from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import route
-from flux.ops import _arguments, _check
 from flux.ops.grouped_gemm import ACTIVATIONS
 
 
@@ -74,28 +74,28 @@ class MoEMLP(ShardedModule):
         device: torch.device | str | None = None,
     ) -> None:
         op = type(self).__name__
-        hidden = _arguments.size(op, "hidden", hidden)
-        intermediate = _arguments.size(op, "intermediate", intermediate)
-        num_experts = _arguments.size(op, "num_experts", num_experts, 1)
-        ep_size = _arguments.size(op, "ep_size", ep_size, 1)
+        hidden = argument_types.size(op, "hidden", hidden)
+        intermediate = argument_types.size(op, "intermediate", intermediate)
+        num_experts = argument_types.size(op, "num_experts", num_experts, 1)
+        ep_size = argument_types.size(op, "ep_size", ep_size, 1)
         if activation is not None and activation not in ACTIVATIONS:
-            _check.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
+            checks.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
         if max_tokens is not None:
-            max_tokens = _arguments.size(op, "max_tokens", max_tokens)
+            max_tokens = argument_types.size(op, "max_tokens", max_tokens)
         if max_node_tokens is not None:
-            max_node_tokens = _arguments.size(op, "max_node_tokens", max_node_tokens)
-        _arguments.optional_function(op, "init", init)
-        _arguments.floating_dtype(op, "dtype", dtype)
-        _arguments.device(op, "device", device)
+            max_node_tokens = argument_types.size(op, "max_node_tokens", max_node_tokens)
+        argument_types.optional_function(op, "init", init)
+        argument_types.floating_dtype(op, "dtype", dtype)
+        argument_types.device(op, "device", device)
         super().__init__(group)
         p = self.world_size
         if p % ep_size:
-            _check.fail(op, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
+            checks.fail(op, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
         if num_experts % ep_size:
-            _check.fail(op, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
+            checks.fail(op, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
         tp = p // ep_size
         if intermediate % tp:
-            _check.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
+            checks.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
         self.max_node_tokens = max_node_tokens
@@ -161,18 +161,18 @@ class MoEMLP(ShardedModule):
         """
         op = type(self).__name__
         for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            _arguments.tensor(op, name, tensor)
+            argument_types.tensor(op, name, tensor)
             if tensor.dim() < 2:
-                _check.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
+                checks.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
         if x.shape[-1] != self.hidden:
-            _check.fail(op, "x", f"[..., {self.hidden}]", f"shape {list(x.shape)}")
+            checks.fail(op, "x", f"[..., {self.hidden}]", f"shape {list(x.shape)}")
         if x.dtype != self.w1.dtype:
-            _check.fail(op, "x", f"dtype {self.w1.dtype}, that of the weights", x.dtype)
+            checks.fail(op, "x", f"dtype {self.w1.dtype}, that of the weights", x.dtype)
         tokens = x.reshape(-1, self.hidden)
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if tensor.numel() != tokens.shape[0] * tensor.shape[-1]:
                 expected = f"[..., k] for {tokens.shape[0]} tokens, those of x"
-                _check.fail(op, name, expected, f"shape {list(tensor.shape)}")
+                checks.fail(op, name, expected, f"shape {list(tensor.shape)}")
         routing = route(
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),

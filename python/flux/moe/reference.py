@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from flux import _native
+from flux._memory import padded, taken, wide_type
 from flux.comm.group import process_group
-from flux.ops import _scales, all_gather
-from flux.ops._tensors import padded, taken, wide_type
+from flux.fp8 import scales as fp8
+from flux.ops import all_gather
 from flux.ops.grouped_gemm import activate, expert_product
 
 __all__ = ["moe_mlp"]
@@ -159,15 +160,15 @@ def ag_scatter_gemm(
     x: Tensor, weight: Tensor, routing: Any, activation: str | None = None, *scaling: Any
 ) -> Tensor:
     """flux.moe.ag_scatter_gemm by torch; rows after the last are zero. scaling: as in ops.gemm.reference."""
-    group, scales = process_group(routing.group_name), _scales.given("moe.ag_scatter_gemm", *scaling)
+    group, scales = process_group(routing.group_name), fp8.given("moe.ag_scatter_gemm", *scaling)
     everybody = _of_all_ranks(x, routing.max_tokens, group)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
-        of_rows = _of_all_ranks(_scales.of_elements(scales.x, x.shape[0]), routing.max_tokens, group)
+        of_rows = _of_all_ranks(fp8.of_elements(scales.x, x.shape[0]), routing.max_tokens, group)
         scales = scales._replace(x=of_rows)
     bounds = routing.offsets.tolist()
     columns = weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
-    out = x.new_zeros(routing.rows.shape[0], columns, dtype=_scales.result_dtype(x, scales))
+    out = x.new_zeros(routing.rows.shape[0], columns, dtype=fp8.result_dtype(x, scales))
     tokens = tokens_of_rows(routing.rows, routing.incoming) if routing.max_tokens else routing.rows
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = tokens[first:last].long()
@@ -185,7 +186,7 @@ def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Te
     """flux.moe.gemm_gather_rs by torch: fp32 sums of fp32 products, in rank order, rounded once. scaling: as
     in ops.gemm.reference.
     """
-    group, scales = process_group(routing.group_name), _scales.given("moe.gemm_gather_rs", *scaling)
+    group, scales = process_group(routing.group_name), fp8.given("moe.gemm_gather_rs", *scaling)
     limit, wide = routing.max_tokens, wide_type(x.dtype)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
@@ -200,7 +201,7 @@ def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Te
     total = torch.zeros_like(partial[group.rank()])
     for other in everybody:
         total += other[group.rank()]
-    return total[: min(limit, routing.num_tokens)].to(_scales.result_dtype(x, scales))
+    return total[: min(limit, routing.num_tokens)].to(fp8.result_dtype(x, scales))
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 
 from flux import _native
-from flux.comm import cuda, known
+from flux._memory import in_place
+from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import NOTHING, round_up
-from flux.moe.plan import BLOCK_M
-from flux.ops._tensors import in_place
-from flux.ops.plan import Plan
+from flux.plan.choose import Plan
+from flux.plan.moe import BLOCK_M
 
-KNOWN = known.operator()
+KNOWN = repeat.operator()
 OP = "moe.route"
 _POSITIONS = 3  # index of Routing.positions
 
@@ -63,7 +63,7 @@ def run(
     """Routes in the kernel. alone: the known calls of a group of one rank, which has no workspace."""
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     options = (layout.num_experts, layout.ep_size, layout.max_tokens)
-    recipe = known.Recipe(KNOWN, topk_ids, topk_weights, *options)
+    recipe = repeat.Recipe(KNOWN, topk_ids, topk_weights, *options)
     int32 = torch.int32
     # Separate sizes are faster to parse than a list.
     arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
@@ -86,7 +86,7 @@ def run(
         if workspace is not None:
             workspace.remember(recipe, enqueue, operands)
         elif alone is not None:
-            known.remember(alone, recipe, enqueue, operands)
+            repeat.remember(alone, recipe, enqueue, operands)
     return [*arrays, all_weights]
 
 

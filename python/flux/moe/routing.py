@@ -11,20 +11,21 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import known, registry
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace
+from flux.fp8.scales import Scales
 from flux.moe import reference, route_kernel, two_level
-from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
-from flux.ops import _arguments, _check, _gate
 from flux.ops import all_gather as gather
-from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._scales import Scales
-from flux.ops.plan import problem_of
-from flux.ops.plan_gemm import plan_all_gather
+from flux.plan.choose import problem_of
+from flux.plan.gemm import plan_all_gather
+from flux.plan.moe import BLOCK_M, MoePlan, plan_layer
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
 _OP = route_kernel.OP
@@ -131,7 +132,7 @@ def route(
         routing = route(topk_ids, topk_weights, num_experts=4)
         assert routing.offsets.tolist() == [0, 2 * p, 3 * p, 5 * p, 6 * p]  # rows of each expert
     """
-    calls = None if torch.compiler.is_compiling() or max_node_tokens is not None else known.of(group)
+    calls = None if torch.compiler.is_compiling() or max_node_tokens is not None else repeat.of(group)
     if calls is not None:
         rows = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 0
         most = rows if max_tokens is None else max_tokens
@@ -141,10 +142,10 @@ def route(
             return tuple.__new__(Routing, (*done, num_experts, ep_size, most, rows, calls.group_name))
     sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
     sizes["max_node_tokens"] = max_node_tokens
-    _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
+    argument_types.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
     name = group_name(group, _OP)
     if topk_ids.dim() != 2:
-        _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
+        checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     tokens = topk_ids.shape[0]
     limit = tokens if max_tokens is None else max_tokens
     direct = may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights)
@@ -200,7 +201,7 @@ def same_routing(routing: Routing) -> Same:
 def may_skip_layer_dispatch(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, *scales: torch.Tensor | None
 ) -> bool:
-    """Whether a layer may bypass torch's dispatcher: see flux.ops._library.may_skip_dispatch."""
+    """Whether a layer may bypass torch's dispatcher: see flux.calls.dispatch.may_skip_dispatch."""
     return (
         isinstance(routing, Routing)
         and may_skip_dispatch(x, weight, routing.rows, routing.weights, *scales)
@@ -213,19 +214,19 @@ def check_experts(op: str, routing: Routing, weight: torch.Tensor) -> None:
     local = routing.num_experts // routing.ep_size
     if weight.dim() == 3 and weight.shape[0] != local:
         what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
-        _check.fail(op, "weight", what, f"shape {list(weight.shape)}")
+        checks.fail(op, "weight", what, f"shape {list(weight.shape)}")
 
 
 def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     """Checks that a routing is one that flux.moe.route made for tensors on this device."""
     if not isinstance(routing, Routing):
-        _check.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
+        checks.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
     if torch.compiler.is_compiling():
         return
     for name, tensor in zip(Routing._fields, routing[:11], strict=False):
-        _arguments.tensor(op, "routing", tensor)
+        argument_types.tensor(op, "routing", tensor)
         if tensor.device != device:
-            _check.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
+            checks.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
     tokens, k = routing.num_tokens, routing.positions.shape[-1]
     p = process_group(routing.group_name).size()
     shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
@@ -236,9 +237,9 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     shapes = (*shapes, shapes[_POSITIONS])
     for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
         if tensor.shape != shape:
-            _check.fail(op, "routing", f"{name} of shape {list(shape)}", f"shape {list(tensor.shape)}")
+            checks.fail(op, "routing", f"{name} of shape {list(shape)}", f"shape {list(tensor.shape)}")
         if tensor.dtype != (torch.float32 if name == "weights" else torch.int32):
-            _check.fail(op, "routing", f"{name} as flux.moe.route makes it", f"dtype {tensor.dtype}")
+            checks.fail(op, "routing", f"{name} as flux.moe.route makes it", f"dtype {tensor.dtype}")
 
 
 def tokens_of_rows(routing: Routing) -> torch.Tensor:
@@ -265,18 +266,18 @@ def _tokens_fake(rows: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
     if topk_ids.dim() != 2:
-        _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
+        checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
-        _check.fail(_OP, "topk_ids", "dtype int32 or int64", topk_ids.dtype)
+        checks.fail(_OP, "topk_ids", "dtype int32 or int64", topk_ids.dtype)
     tokens, k = topk_ids.shape
     if not 1 <= k <= MAX_TOP_K:
-        _check.fail(_OP, "topk_ids", f"1 to {MAX_TOP_K} experts for each token", f"shape {[tokens, k]}")
+        checks.fail(_OP, "topk_ids", f"1 to {MAX_TOP_K} experts for each token", f"shape {[tokens, k]}")
     if topk_weights.shape != topk_ids.shape:
-        _check.fail(_OP, "topk_weights", f"shape {[tokens, k]}", f"shape {list(topk_weights.shape)}")
-    if topk_weights.dtype not in _check.FLOATING:
-        _check.fail(_OP, "topk_weights", "a floating dtype", topk_weights.dtype)
+        checks.fail(_OP, "topk_weights", f"shape {[tokens, k]}", f"shape {list(topk_weights.shape)}")
+    if topk_weights.dtype not in checks.FLOATING:
+        checks.fail(_OP, "topk_weights", "a floating dtype", topk_weights.dtype)
     if topk_weights.device != topk_ids.device:
-        _check.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
+        checks.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
 
 
 def checked_shapes(
@@ -284,13 +285,13 @@ def checked_shapes(
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of the arrays of a routing. tokens: number of tokens of this rank."""
     if ep_size < 1 or p % ep_size:
-        _check.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
+        checks.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
     if num_experts < 1 or num_experts % ep_size or num_experts >= 2**30:
-        _check.fail(_OP, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
+        checks.fail(_OP, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
     if max_tokens < tokens:
-        _check.fail(_OP, "max_tokens", f"at least the {tokens} tokens of this rank", max_tokens)
+        checks.fail(_OP, "max_tokens", f"at least the {tokens} tokens of this rank", max_tokens)
     if p * max_tokens * k >= 2**30:
-        _check.fail(_OP, "max_tokens", f"less than 2**30 choices of {p} ranks, {k} a token", max_tokens)
+        checks.fail(_OP, "max_tokens", f"less than 2**30 choices of {p} ranks, {k} a token", max_tokens)
     experts = num_experts // ep_size
     max_rows = p * max_tokens * min(k, experts)
     return (
@@ -345,7 +346,7 @@ def _shapes_with_shares(
     workspace = next(iter(registry.existing(group)), None)
     if workspace is None and group.size() > 1:
         expected = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
-        _check.fail(_OP, "max_node_tokens", expected, max_node_tokens)
+        checks.fail(_OP, "max_node_tokens", expected, max_node_tokens)
     if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, ep_size):
         return flat
     crowd = two_level.Crowd.of(workspace, max_tokens, max_node_tokens)
@@ -366,7 +367,7 @@ def _eager(
     group = process_group(name)
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
-    if (calls := known.of_groups.get(group)) is not None and max_node_tokens is None:
+    if (calls := repeat.of_groups.get(group)) is not None and max_node_tokens is None:
         done = calls.call_below(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, max_tokens)
         if done is not None:
             return list(done)
@@ -390,7 +391,7 @@ def _among_ranks(
         return _on_nodes(topk_ids, topk_weights, workspace, sizes, max_node_tokens, shapes)
     if p > MAX_WORLD_SIZE:
         expected = f"at most {MAX_WORLD_SIZE} ranks, or ep_size a multiple of its nodes"
-        _check.fail(_OP, "group", expected, f"{p} ranks and ep_size {ep_size}")
+        checks.fail(_OP, "group", expected, f"{p} ranks and ep_size {ep_size}")
     layout = make_layout(group, num_experts, ep_size, k, max_tokens)
     if topk_ids.is_cuda and not isinstance(workspace, NodesWorkspace):
         on_gpu = cast("CudaWorkspace | None", workspace)
@@ -429,7 +430,7 @@ def _on_nodes(
     plan = two_level.plan_route(workspace, _OP, workspace.world_size * max_tokens, num_experts, ep_size)
     with workspace.calling(plan, same):
         if most:
-            _check.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
+            checks.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
         return two_level.route(workspace, message, (num_experts, ep_size), crowd, shapes, _eager)
 
 

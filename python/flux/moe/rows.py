@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from flux._memory import readable, readable_if_any, wide_type
+from flux.calls.schemas import library
 from flux.comm import cuda
-from flux.ops._library import library
-from flux.ops._tensors import readable, readable_if_any, wide_type
 from flux.ops.grouped_gemm import NUMBERS, activate, silu_slope
 
 Tensor = torch.Tensor

@@ -26,15 +26,16 @@ from typing import Any
 
 import torch
 
+from flux.calls import checks
 from flux.comm import group as groups
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
-from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
-from flux.ops import _check, two_level
 from flux.ops import all_gather as gather
-from flux.ops.levels import TwoLevel
-from flux.ops.plan import Plan
+from flux.ops.ways import two_level
+from flux.plan.choose import Plan
+from flux.plan.moe import BLOCK_M, MoePlan, plan_layer
+from flux.plan.network_model import TwoLevel
 
 Tensor = torch.Tensor
 _ROUTE = "moe.route"
@@ -387,7 +388,7 @@ def overflow(message: Tensor, crowd: Crowd, num_experts: int, node: int) -> int:
 def check_max_node_tokens(value: int | None, limit: int) -> int | None:
     """Checks the argument of flux.moe.route."""
     if value is not None and not 0 <= value <= limit:
-        _check.fail(_ROUTE, "max_node_tokens", f"0 to max_tokens = {limit}", value)
+        checks.fail(_ROUTE, "max_node_tokens", f"0 to max_tokens = {limit}", value)
     return value
 
 

@@ -8,16 +8,16 @@ from typing import Any, cast
 import torch
 
 from flux import _native
-from flux.comm import known
-from flux.ops._norm import row_norm
+from flux.comm import repeat
+from flux.ops.norm_and_quant import row_norm
 
 Tensor = torch.Tensor
-_OP = known.operator()
+_OP = repeat.operator()
 _VECTOR = 8  # elements of 16 bits that the kernel loads at once
 
 
 def add_norm_(
-    total: Tensor, residual: Tensor, weight: Tensor, eps: float, within: known.Recipe | None = None
+    total: Tensor, residual: Tensor, weight: Tensor, eps: float, within: repeat.Recipe | None = None
 ) -> Tensor:
     """total += residual, rounded; returns the RMSNorm of total's rows (arXiv 1910.07467).
 
@@ -25,10 +25,10 @@ def add_norm_(
         total: [rows, n].
         residual: [rows, n].
         weight: [n].
-        within: of the call that this one is a part of, if that is to be known (flux.comm.known).
+        within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
     """
     given = (_OP, total, residual, weight, eps)
-    done = None if within is not None else known.without_group().call_below(*given)
+    done = None if within is not None else repeat.without_group().call_below(*given)
     if done is not None:
         return cast(Tensor, done)
     if not _fits(total, residual, weight):
@@ -37,9 +37,9 @@ def add_norm_(
     out = torch.empty_like(total)
     enqueue = functools.partial(_kernel, total, residual, weight, eps, out)
     enqueue()
-    recipe = known.Recipe(*given, within=within)
+    recipe = repeat.Recipe(*given, within=within)
     operands = [1, 2, 3, recipe.returns(out, like=1)]
-    known.remember(known.without_group(), recipe, enqueue, [operands])
+    repeat.remember(repeat.without_group(), recipe, enqueue, [operands])
     return out
 
 

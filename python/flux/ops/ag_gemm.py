@@ -9,23 +9,25 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.distributed import ProcessGroup
 
-from flux.comm import known, registry
+from flux._memory import aligned, readable, readable_if_any, writable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
-from flux.ops import _ag_gemm_cpu, _check, _gate, _invariant, _scales, two_level
-from flux.ops import _ag_gemm_known as _known
-from flux.ops import _ag_gemm_parts as parts
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Accumulate, Scales, Scaling
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
-from flux.ops._ag_gemm_parts import Biases, Tensors
-from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops._scales import Accumulate, Scales, Scaling
-from flux.ops._tensors import aligned, readable, readable_if_any, writable
-from flux.ops.plan import Plan, carried_by, problem_of, workspace_plan
-from flux.ops.plan_gemm import plan_ag_gemm
+from flux.ops.ways import ag_gemm as ag_gemm_ways
+from flux.ops.ways import ag_gemm_cpu, ag_gemm_known, two_level
+from flux.ops.ways.ag_gemm import Biases, Tensors
+from flux.plan.choose import Plan, carried_by, problem_of, require, workspace_plan
+from flux.plan.gemm import plan_ag_gemm
 
 
 @overload
@@ -179,42 +181,42 @@ def ag_gemm(
     """
     many = isinstance(weight, (list, tuple))
     count = len(weight) if many else None
-    _check.list_like("ag_gemm", "bias", bias, count)
-    _check.list_like("ag_gemm", "out", out, count)
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    checks.list_like("ag_gemm", "bias", bias, count)
+    checks.list_like("ag_gemm", "out", out, count)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if scaling:
-        _check.list_like("ag_gemm", "scale_w", scale_w, count)
-        scaling = (scaling[0], _scales.each(scale_w, many), *scaling[2:])
+        checks.list_like("ag_gemm", "scale_w", scale_w, count)
+        scaling = (scaling[0], fp8.each(scale_w, many), *scaling[2:])
     of_scales = scaling[1] or () if scaling else ()
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
     results: Any = None if out is None else list(out) if many else [out]
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call(*_known.given(*inputs, results, scaling))
+        done = calls.call(*ag_gemm_known.given(*inputs, results, scaling))
         if done is not None:
             return _answer(done, len(weights), return_gathered, many)
     direct = may_skip_dispatch(x, *weights, *biases, scale_x, *of_scales)
     if not direct or results is not None or scaling:
         flags = {"transpose_weight": transpose_weight, "return_gathered": return_gathered}
         how = {"scale_x": scale_x, "out_dtype": out_dtype, "accumulate": accumulate}
-        _gate.check("ag_gemm", x=x, **flags, **how)
+        argument_types.check("ag_gemm", x=x, **flags, **how)
         lists = {"weight": weights, "bias": biases, "out": results or (), "scale_w": of_scales}
-        entries = _gate.check_lists("ag_gemm", many, lists)
+        entries = argument_types.check_lists("ag_gemm", many, lists)
         if scaling:
-            _scales.no_backward("ag_gemm", x=x, scale_x=scale_x, **entries)
+            fp8.no_backward("ag_gemm", x=x, scale_x=scale_x, **entries)
         if results is not None:
-            _check.no_backward_through_out("ag_gemm", x=x, **entries)
+            checks.no_backward_through_out("ag_gemm", x=x, **entries)
     if needs_grad(x, *weights, *biases):
         direct = False
         if needs_grad(*biases):
-            biases = parts.without_none(x, weights, biases, transpose_weight)
+            biases = ag_gemm_ways.without_none(x, weights, biases, transpose_weight)
     name = "" if direct else group_name(group, "ag_gemm")
     if results is not None and return_gathered:
         p = (resolve_group(group, "ag_gemm") if direct else process_group(name)).size()
-        scales = _scales.of_weights("ag_gemm", len(weights), *scaling)
-        _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-        results += parts.new_gathered(x, p, scales)
+        scales = fp8.of_weights("ag_gemm", len(weights), *scaling)
+        checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
+        results += ag_gemm_ways.new_gathered(x, p, scales)
     arguments = (x, weights, biases, transpose_weight, return_gathered)
     if torch.compiler.is_compiling():
         return _answered(_by_operator, arguments, name, results, many, scaling)
@@ -263,13 +265,13 @@ def reference(
     gemm.reference.
     """
     pg = resolve_group(group, "ag_gemm")
-    given = _scales.given("ag_gemm", *scaling)
+    given = fp8.given("ag_gemm", *scaling)
     scales = () if given is None else (given,)
-    _check.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size(), scales)
+    checks.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size(), scales)
     rows = gather.reference(x, pg)
     if given is None:
         return plain.reference(rows, weight, bias, transpose_weight)
-    scale = _scales.of_elements(given.canonical_x(x.shape[-1]), x[..., 0].numel()).contiguous()
+    scale = fp8.of_elements(given.canonical_x(x.shape[-1]), x[..., 0].numel()).contiguous()
     gathered = gather.reference(scale, pg)
     return plain.reference(rows, weight, bias, transpose_weight, gathered, *scaling[1:])
 
@@ -283,10 +285,10 @@ def _fake(
     group_name: str,
     *scaling: Any,
 ) -> list[torch.Tensor]:
-    p, scales = process_group(group_name).size(), _scales.of_weights("ag_gemm", len(weights), *scaling)
-    shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    outs = parts.new_products(x, shapes, scales)
-    return outs + parts.new_gathered(x, p, scales) if return_gathered else outs
+    p, scales = process_group(group_name).size(), fp8.of_weights("ag_gemm", len(weights), *scaling)
+    shapes, _, _, _ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
+    outs = ag_gemm_ways.new_products(x, shapes, scales)
+    return outs + ag_gemm_ways.new_gathered(x, p, scales) if return_gathered else outs
 
 
 def _fake_out(
@@ -299,20 +301,20 @@ def _fake_out(
     outs: Tensors,
     *scaling: Any,
 ) -> None:
-    p, scales = process_group(group_name).size(), _scales.of_weights("ag_gemm", len(weights), *scaling)
-    shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    parts.check_outs(outs, shapes, x, return_gathered, p, scales)
+    p, scales = process_group(group_name).size(), fp8.of_weights("ag_gemm", len(weights), *scaling)
+    shapes, _, _, _ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
+    ag_gemm_ways.check_outs(outs, shapes, x, return_gathered, p, scales)
 
 
 def _eager(*arguments: Any) -> list[torch.Tensor]:
     x, weights, biases, transpose_weight, return_gathered, name, *scaling = arguments
-    group, told = process_group(name), _scales.completed(*scaling)
+    group, told = process_group(name), fp8.completed(*scaling)
     return below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, None, told)
 
 
 def _eager_out(*arguments: Any) -> None:
     x, weights, biases, transpose_weight, return_gathered, name, outs, *scaling = arguments
-    group, told = process_group(name), _scales.completed(*scaling)
+    group, told = process_group(name), fp8.completed(*scaling)
     below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, outs, told)
 
 
@@ -325,22 +327,24 @@ def below_dispatch(
     group: ProcessGroup,
     outs: Tensors | None = None,
     scaling: tuple[Any, ...] = (),
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> list[torch.Tensor]:
     """The products, then the gathered x if requested, and its scales. Without gradients, and without torch's
     dispatcher. within: as in gemm_rs.call."""
     p = group.size()
     if p == 1:
         biases = biases or (None,) * len(weights)
-        scales = _scales.of_weights("ag_gemm", len(weights), *scaling)
-        shapes, *_ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-        outs, products, gathered = parts.results(x, weights, biases, shapes, p, return_gathered, outs, scales)
-        parts.products(x, weights, biases, transpose_weight, products, scales)
-        parts.copy_gathered(gathered, x, scales)
+        scales = fp8.of_weights("ag_gemm", len(weights), *scaling)
+        shapes, *_ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
+        outs, products, gathered = ag_gemm_ways.results(
+            x, weights, biases, shapes, p, return_gathered, outs, scales
+        )
+        ag_gemm_ways.products(x, weights, biases, transpose_weight, products, scales)
+        ag_gemm_ways.copy_gathered(gathered, x, scales)
         return outs
-    if within is None and (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := repeat.of_groups.get(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call_below(*_known.given(*inputs, outs, scaling))
+        done = calls.call_below(*ag_gemm_known.given(*inputs, outs, scaling))
         if done is not None:
             return [done] if isinstance(done, torch.Tensor) else list(done)
     arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling, within)
@@ -356,29 +360,31 @@ def _among_ranks(
     group: ProcessGroup,
     outs: Tensors | None,
     scaling: tuple[Any, ...] = (),
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> list[torch.Tensor]:
     p = group.size()
     biases = biases or (None,) * len(weights)
-    scales: Sequence[Scales] = _scales.of_weights("ag_gemm", len(weights), *scaling)
+    scales: Sequence[Scales] = fp8.of_weights("ag_gemm", len(weights), *scaling)
     workspace = registry.find(group, x.device)
-    facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight, scales)
+    facts = checks.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight, scales)
     found = None if workspace is None else workspace.plans.get(facts)
     if found is not None:
         call, plans, shapes, m, ns, k, given = found
     else:
-        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    arguments = _known.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
-    outs, products, gathered = parts.results(x, weights, biases, shapes, p, return_gathered, outs, scales)
+        shapes, m, ns, k = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
+    arguments = ag_gemm_known.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
+    outs, products, gathered = ag_gemm_ways.results(
+        x, weights, biases, shapes, p, return_gathered, outs, scales
+    )
     if workspace is None:
         workspace = registry.get(group, x.device, "ag_gemm")
     scaled = scales[0].scaling(k) if scales else None
     if scales:
-        weights, transpose_weight, scales = parts.canonical(weights, transpose_weight, scales)
+        weights, transpose_weight, scales = ag_gemm_ways.canonical(weights, transpose_weight, scales)
         scaling = (scales[0].x, [scale.w for scale in scales], *scaling[2:])
     if found is None:
         call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight, scaled)
-        _invariant.require(call)
+        require(call)
         # Contents of biases may differ, because each rank has its own columns.
         given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
         workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
@@ -387,21 +393,21 @@ def _among_ranks(
         x2 = x.reshape(m // p, k)
         products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
         gathered = [each.view(m, each.shape[-1]) for each in gathered]
-    operands = parts.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
+    operands = ag_gemm_ways.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
     if call.way == "parts":
-        recipe = _known.recipe(arguments, len(weights), outs, bool(scales), within)
-        parts.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
+        recipe = ag_gemm_known.recipe(arguments, len(weights), outs, bool(scales), within)
+        ag_gemm_ways.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
         if not call.fused:
-            parts.unfused(operands)
+            ag_gemm_ways.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
-            recipe = _known.recipe(arguments, len(weights), outs, bool(scales), within)
+            recipe = ag_gemm_known.recipe(arguments, len(weights), outs, bool(scales), within)
             fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
         elif isinstance(workspace, CpuWorkspace):
-            _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
+            ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
         else:
-            nodes, rows = cast(NodesWorkspace, workspace), parts.Rows(x2, scales)
+            nodes, rows = cast(NodesWorkspace, workspace), ag_gemm_ways.Rows(x2, scales)
 
             def inside(sent: torch.Tensor, results: Tensors) -> None:
                 some, theirs = rows.received(sent, scaling)
@@ -452,7 +458,7 @@ def fused_cuda(
     outs: Tensors,
     gathered: Tensors = (),
     scales: Sequence[Scales] = (),
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
     """Launches the kernel for each weight, by `plans`. recipe: of the call, if it is to be known."""
     # Allocations may run out of memory, so they come before the call is opened.
@@ -462,14 +468,14 @@ def fused_cuda(
         (source, aligned(weight), readable_if_any(bias), writable(out))
         for weight, bias, out in zip(weights, biases, outs, strict=True)
     ]
-    targets = [writable(gathered[0]), *parts.scale_target(gathered)] if gathered else []
+    targets = [writable(gathered[0]), *ag_gemm_ways.scale_target(gathered)] if gathered else []
     collected = (scales[0].x, targets[1]) if scales and gathered else ()
 
     def enqueue() -> None:
         reuse, sms = False, call.num_sms
         for plan, tensors, scale in zip(plans, operands, of_weights, strict=True):
             launch = (address, plan.choice, sms, epoch, chunk_rows, reuse)
-            _kernel(*tensors, call.transpose_weight, *launch, **_scales.for_kernel(x, scale))
+            _kernel(*tensors, call.transpose_weight, *launch, **fp8.for_kernel(x, scale))
             reuse = True
         if targets:
             _collect(source, targets[0], address, epoch, *collected)
@@ -479,7 +485,7 @@ def fused_cuda(
         enqueue()
     if recipe is not None:
         written = (*outs, *gathered)
-        _known.remember(workspace, recipe, enqueue, operands, scales, targets, written, epoch > 0)
+        ag_gemm_known.remember(workspace, recipe, enqueue, operands, scales, targets, written, epoch > 0)
     for (*_, product), out in zip(operands, outs, strict=True):
         if product is not out:
             out.copy_(product)

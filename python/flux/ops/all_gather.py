@@ -12,18 +12,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
-from flux.comm import known, registry
+from flux._memory import in_place, movable, readable, writable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
-from flux.ops import _check, _gate, two_level
-from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import in_place, movable, readable, writable
-from flux.ops.plan import PLANNERS, Plan, PlanInput, carried_by, planned, problem_of
+from flux.ops.ways import two_level
+from flux.plan.choose import PLANNERS, Plan, PlanInput, carried_by, planned, problem_of
 
-_OP, _AWAITED = known.operator(), known.operator()
+_OP, _AWAITED = repeat.operator(), repeat.operator()
 # Copy engines hide nothing if the rows are awaited at once. For shards up to this size they take the host 20
 # calls of CUDA and more instead of one launch, and SMs took 8 % less time to 25 % more
 # (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
@@ -51,15 +53,15 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         rows = flux.all_gather(torch.full((2, 64), float(rank)))
         assert rows.shape == (2 * p, 64) and rows[2 * rank, 0] == rank
     """
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x)
     if not direct or out is not None:
-        _gate.check("all_gather", x=x, out=out)
+        argument_types.check("all_gather", x=x, out=out)
     if out is not None:
-        _check.no_backward_through_out("all_gather", x=x, out=out)
+        checks.no_backward_through_out("all_gather", x=x, out=out)
     if direct and not needs_grad(x):
         return call(x, resolve_group(group, "all_gather"), out)
     name = group_name(group, "all_gather")
@@ -72,7 +74,7 @@ def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """
     if torch.compiler.is_compiling() or not may_skip_dispatch(x):
         return all_gather(x, group=group)
-    if (calls := known.of(group)) is not None:
+    if (calls := repeat.of(group)) is not None:
         done = calls.call(_AWAITED, _invariance.active(), x, None)
         if done is not None:
             return cast(torch.Tensor, done)
@@ -82,7 +84,7 @@ def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """all_gather with torch only."""
     pg = resolve_group(group, "all_gather")
-    _check.all_gather_args("all_gather", x, pg.size())
+    checks.all_gather_args("all_gather", x, pg.size())
     plain = movable(x.contiguous())
     gathered = [torch.empty_like(plain) for _ in range(pg.size())]
     dist.all_gather(gathered, plain, group=pg)
@@ -90,12 +92,12 @@ def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
 
 
 def _fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    return x.new_empty(_check.all_gather_args("all_gather", x, process_group(group_name).size()))
+    return x.new_empty(checks.all_gather_args("all_gather", x, process_group(group_name).size()))
 
 
 def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
-    shape = _check.all_gather_args("all_gather", x, process_group(group_name).size())
-    _check.out_arg("all_gather", out, shape, x)
+    shape = checks.all_gather_args("all_gather", x, process_group(group_name).size())
+    checks.out_arg("all_gather", out, shape, x)
 
 
 def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -111,24 +113,24 @@ def call(
     group: ProcessGroup,
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
     at_once: bool = False,
 ) -> torch.Tensor:
     """all_gather without gradients and without torch's dispatcher.
 
     Args:
         also: as in gemm_rs.call.
-        within: of the call that this one is a part of, if that is to be known (flux.comm.known).
+        within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
         at_once: the rows are awaited (`awaited`).
     """
     p, op = group.size(), _AWAITED if at_once else _OP
-    if within is None and (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := repeat.of_groups.get(group)) is not None:
         done = calls.call_below(op, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
-    shape = _check.all_gather_args("all_gather", x, p)
-    recipe = known.Recipe(op, _invariance.active(), x, out, within=within)
-    out = _check.output("all_gather", out, shape, x)
+    shape = checks.all_gather_args("all_gather", x, p)
+    recipe = repeat.Recipe(op, _invariance.active(), x, out, within=within)
+    out = checks.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
     return registry.in_turn(group, x.device, _among_ranks, x, group, out, also, recipe, at_once)
@@ -139,7 +141,7 @@ def _among_ranks(
     group: ProcessGroup,
     out: torch.Tensor,
     also: Same,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
     at_once: bool,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, "all_gather")
@@ -223,7 +225,7 @@ def _fused_cuda(
     plan: Plan,
     x: torch.Tensor,
     out: torch.Tensor,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
 ) -> None:
     source, target = readable(x), writable(out)
     with enter(workspace, plan) as (address, epoch):

@@ -11,24 +11,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
-from flux.comm import known, registry
+from flux._memory import wide_type
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant
-from flux.ops import _end as ends
-from flux.ops._end import End, Made, Quant
-from flux.ops._exchange import run_fused
-from flux.ops._library import dispatch, library, may_skip_dispatch
-from flux.ops._tensors import wide_type
-from flux.ops.plan import workspace_plan
-from flux.ops.plan_ar import VECTOR, split_rows
-from flux.ops.two_level_sums import sum_elements
+from flux.ops import norm_and_quant
+from flux.ops.norm_and_quant import End, Made, Quant
+from flux.ops.ways.exchange import run_fused
+from flux.ops.ways.two_level_sums import sum_elements
+from flux.plan.choose import require, workspace_plan
+from flux.plan.sums import VECTOR, split_rows
 
 Tensor = torch.Tensor
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 @overload
@@ -121,24 +122,24 @@ def all_reduce(
         normalised, total = flux.all_reduce(x, residual=residual, norm_weight=norm_weight)
         assert (total == p).all() and normalised.shape == (4, 64)
     """
-    quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
-        used_eps = 0.0 if norm_weight is None else _check.norm_eps(eps, x)
+    quantised = norm_and_quant.arguments(quant, quant_scale, ue8m0, return_norm)
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
+        used_eps = 0.0 if norm_weight is None else checks.norm_eps(eps, x)
         done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, used_eps, *quantised)
         if done is not None:
             return done
     direct = may_skip_dispatch(x, residual, norm_weight, quant_scale)
     tensors = {"x": x, "residual": residual, "norm_weight": norm_weight}
     if not direct or out is not None or quantised:
-        of_quant = ends.named(quant, quant_scale, ue8m0, return_norm)
-        _gate.check("all_reduce", **tensors, eps=eps, out=out, **of_quant)
-    _check.no_backward("all_reduce", **tensors, out=out)
-    ends.check("all_reduce", norm_weight, out, quantised)
+        of_quant = norm_and_quant.named(quant, quant_scale, ue8m0, return_norm)
+        argument_types.check("all_reduce", **tensors, eps=eps, out=out, **of_quant)
+    checks.no_backward("all_reduce", **tensors, out=out)
+    norm_and_quant.check("all_reduce", norm_weight, out, quantised)
     name = group_name(group, "all_reduce")
     if norm_weight is None:
         fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
         return dispatch(name, x.device, fn, fn_out, (x, residual, name), out)
-    arguments = (x, residual, norm_weight, _check.norm_eps(eps, x), name)
+    arguments = (x, residual, norm_weight, checks.norm_eps(eps, x), name)
     if not quantised:
         return dispatch(name, x.device, _eager_norm if direct else _op_norm, None, arguments)
     fn = _eager_quant if direct else _op_quant
@@ -150,7 +151,7 @@ def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None
     once.
     """
     pg = resolve_group(group, "all_reduce")
-    _check.all_reduce_args("all_reduce", x, residual)
+    checks.all_reduce_args("all_reduce", x, residual)
     wide = wide_type(x.dtype)
     gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
     dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
@@ -161,13 +162,13 @@ def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None
 
 
 def _fake(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
-    _check.all_reduce_args("all_reduce", x, residual)
+    checks.all_reduce_args("all_reduce", x, residual)
     return x.new_empty(x.shape)
 
 
 def _fake_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor) -> None:
-    _check.all_reduce_args("all_reduce", x, residual)
-    _check.out_arg("all_reduce", out, list(x.shape), x)
+    checks.all_reduce_args("all_reduce", x, residual)
+    checks.out_arg("all_reduce", out, list(x.shape), x)
 
 
 def _fake_norm(
@@ -185,8 +186,8 @@ def _fake_quant(*arguments: Any) -> list[Tensor]:
 
 def _checked(x: Tensor, residual: Tensor | None, end: End) -> tuple[Tensor, End]:
     """Checks the arguments of a sum with a norm; returns memory for the sum, and `end` with its epsilon."""
-    _check.all_reduce_args("all_reduce", x, residual)
-    return x.new_empty(x.shape), end.checked("all_reduce", _check.rows_to_norm("all_reduce", x)[1], x)
+    checks.all_reduce_args("all_reduce", x, residual)
+    return x.new_empty(x.shape), end.checked("all_reduce", checks.rows_to_norm("all_reduce", x)[1], x)
 
 
 def _eager(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
@@ -195,15 +196,15 @@ def _eager(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
     if done is not None:
         return cast(Tensor, done)
     out = _fake(x, residual, group_name)
-    _run(x, residual, ends.NONE, group, out, None)
+    _run(x, residual, norm_and_quant.NONE, group, out, None)
     return out
 
 
 def _eager_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor) -> None:
     _fake_out(x, residual, group_name, out)
     for given in (x, residual):
-        _check.separate("all_reduce", "out", out, given, may_be=given)
-    _run(x, residual, ends.NONE, process_group(group_name), out, out)
+        checks.separate("all_reduce", "out", out, given, may_be=given)
+    _run(x, residual, norm_and_quant.NONE, process_group(group_name), out, out)
 
 
 def _eager_norm(
@@ -236,7 +237,7 @@ def _known(
     *quantised: Any,
 ) -> Any:
     """The results of a known call without `out`, or None."""
-    calls = known.of_groups.get(group)
+    calls = repeat.of_groups.get(group)
     if calls is None:
         return None
     return calls.call_below(_OP, _invariance.active(), x, residual, norm_weight, None, eps, *quantised)
@@ -266,10 +267,10 @@ def _whole(
         return end.of(out, sum_of(x, residual, end, group, out, recipe))
     # The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
     # rows of whole vectors; any others are summed as elements, and torch normalises them.
-    rows, columns = (0, 0) if end.norm_weight is None else _check.rows_to_norm("all_reduce", x)
+    rows, columns = (0, 0) if end.norm_weight is None else checks.rows_to_norm("all_reduce", x)
     by_kernel = end
     if columns == 0 or columns % VECTOR:
-        rows, columns, by_kernel = x.numel(), 1, ends.NONE
+        rows, columns, by_kernel = x.numel(), 1, norm_and_quant.NONE
     given, total = x.reshape(rows, columns), out.view(rows, columns)
     added = None if residual is None else residual.reshape(rows, columns)
     parts = split_rows(rows, columns, x.dtype)
@@ -286,12 +287,12 @@ def _whole(
 
 
 def recipe_of(
-    x: Tensor, residual: Tensor | None, end: End, out: Tensor | None, within: known.Recipe | None = None
-) -> known.Recipe:
+    x: Tensor, residual: Tensor | None, end: End, out: Tensor | None, within: repeat.Recipe | None = None
+) -> repeat.Recipe:
     """How a call is repeated. within: of the call that this one is a part of."""
     quantised = end[2:] if end.quant else ()
     given = (_OP, False, x, residual, end.norm_weight, out, end.eps, *quantised)
-    return known.Recipe(*given, within=within)
+    return repeat.Recipe(*given, within=within)
 
 
 def sum_of(
@@ -300,20 +301,20 @@ def sum_of(
     end: End,
     group: ProcessGroup,
     out: Tensor,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
     also: Same = NOTHING,
 ) -> Made | None:
     """Writes the sum of all ranks' x, plus residual, to `out`. Returns what the same launch has made
-    of it. recipe: of the call, if it is to be known (flux.comm.known). also: as in gemm_rs.call.
+    of it. recipe: of the call, if it is to be known (flux.comm.repeat). also: as in gemm_rs.call.
     """
     workspace = registry.get(group, x.device, "all_reduce")
     if end.norm_weight is None:
         # Treated as one row, so that the column shards of two-shot have equal sizes for any shape.
         plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
     else:
-        rows, columns = _check.rows_to_norm("all_reduce", x)
+        rows, columns = checks.rows_to_norm("all_reduce", x)
         plan = workspace_plan(workspace, "all_reduce_norm", rows, columns, 0, x.dtype, False)
-    _invariant.require(plan)
+    require(plan)
     same = also
     if residual is not None or end.norm_weight is not None:
         same = {**also, "residual": residual, **end.same()}
@@ -331,7 +332,7 @@ def sum_of(
 
 
 def _node_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    _run(x, None, ends.NONE, group, out, None)
+    _run(x, None, norm_and_quant.NONE, group, out, None)
 
 
 def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flux.ops._library import library
-from flux.ops._scales import FP8
+from flux.calls.schemas import library
+from flux.fp8.scales import FP8
 
 _OPS = (
     "gemm",

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from flux.ops import _check
-from flux.ops._library import PLAIN_TENSORS, library
+from flux.calls import checks
+from flux.calls.dispatch import PLAIN_TENSORS
+from flux.calls.schemas import library
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
@@ -98,7 +99,7 @@ def no_scales(op: str, scale_x: object) -> None:
     anything.
     """
     if scale_x is not None:
-        _check.fail(op, "scale_x", "None in a call that needs gradients", "a tensor")
+        checks.fail(op, "scale_x", "None in a call that needs gradients", "a tensor")
 
 
 def none_for_rest(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -12,18 +12,20 @@ from typing import Any, Literal
 import torch
 
 from flux import _invariance, _native
-from flux.comm import cuda, known
-from flux.ops import _check, _gate, _invariant, _scales
-from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops._product import product
-from flux.ops._scaled_mm import scaled_mm
-from flux.ops._scales import Scales
-from flux.ops._tensors import aligned, in_place, readable_if_any, writable
-from flux.ops.plan import Plan, PlanInput, planned
+from flux._memory import aligned, in_place, readable_if_any, writable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
+from flux.comm import cuda, repeat
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.torch_product import scaled_mm
+from flux.fp8.wide_product import product
+from flux.plan.choose import Plan, PlanInput, planned, require
 from flux.tuning import store
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_OP = known.operator()
+_OP = repeat.operator()
 _left_free = 0  # SMs, by leaving_free
 _ALIGNED = 8  # elements in 16 bytes
 # Of a model that serves: with more tokens, kernels that load weights early win nothing.
@@ -79,21 +81,21 @@ def gemm(
         (q, scale_x), (w, scale_w) = flux.quantize(x, "token"), flux.quantize(weight, "token")
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
-        done: torch.Tensor | None = known.without_group().call(*given)
+        done: torch.Tensor | None = repeat.without_group().call(*given)
         if done is not None:
             return done
     direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
     tensors = {"x": x, "weight": weight, "bias": bias}
     if not direct or out is not None or scaling:
-        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        _gate.check("gemm", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
+        of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
+        argument_types.check("gemm", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
     if scaling:
-        _scales.no_backward("gemm", **tensors, scale_x=scale_x, scale_w=scale_w)
+        fp8.no_backward("gemm", **tensors, scale_x=scale_x, scale_w=scale_w)
     if out is not None:
-        _check.no_backward_through_out("gemm", **tensors, out=out)
+        checks.no_backward_through_out("gemm", **tensors, out=out)
     elif direct and needs_grad(x, weight, bias):
         direct = False
     if out is None:
@@ -113,14 +115,14 @@ def reference(
     """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once. scaling: scale_x,
     scale_w, out_dtype and accumulate.
     """
-    scales = _scales.given("gemm", *scaling)
-    shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+    scales = fp8.given("gemm", *scaling)
+    shape, m, _, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
     total = product(x.reshape(m, k), weight, transpose_weight, scales)
     if bias is not None:
         total += bias.to(total.dtype)
     # A fresh tensor, and to autograd no view: the caller may change it in place.
-    rounded = total.to(_scales.result_dtype(x, scales))
+    rounded = total.to(fp8.result_dtype(x, scales))
     result: torch.Tensor = torch.ops.aten._unsafe_view(rounded, shape)
     return result
 
@@ -128,9 +130,9 @@ def reference(
 def _fake(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    scales = _scales.given("gemm", *scaling)
-    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
+    scales = fp8.given("gemm", *scaling)
+    shape, _, _, _ = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -141,9 +143,9 @@ def _fake_out(
     out: torch.Tensor,
     *scaling: Any,
 ) -> None:
-    scales = _scales.given("gemm", *scaling)
-    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    _check.out_arg("gemm", out, shape, x, scales=scales)
+    scales = fp8.given("gemm", *scaling)
+    shape, _, _, _ = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    checks.out_arg("gemm", out, shape, x, scales=scales)
 
 
 def _cpu_out(
@@ -155,21 +157,21 @@ def _cpu_out(
     *scaling: Any,
 ) -> None:
     _fake_out(x, weight, bias, transpose_weight, out, *scaling)
-    _check.separate("gemm", "out", out, x, weight, bias, *scaling[:2])
+    checks.separate("gemm", "out", out, x, weight, bias, *scaling[:2])
     out.copy_(reference(x, weight, bias, transpose_weight, *scaling))
 
 
 def _cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    scales = _scales.given("gemm", *scaling)
+    scales = fp8.given("gemm", *scaling)
     given = (_OP, _invariance.active(), x, weight, bias, None, transpose_weight, *(scales or ()))
-    done: torch.Tensor | None = known.without_group().call_below(*given)
+    done: torch.Tensor | None = repeat.without_group().call_below(*given)
     if done is not None:
         return done
-    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    out = _check.output("gemm", None, shape, x, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, known.Recipe(*given))
+    shape, m, n, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    out = checks.output("gemm", None, shape, x, scales=scales)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, repeat.Recipe(*given))
     return out
 
 
@@ -181,9 +183,9 @@ def _cuda_out(
     out: torch.Tensor,
     *scaling: Any,
 ) -> None:
-    scales = _scales.given("gemm", *scaling)
-    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
+    scales = fp8.given("gemm", *scaling)
+    shape, m, n, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    out = checks.output("gemm", out, shape, x, weight, bias, scales=scales)
     recipe = _recipe(x, weight, bias, transpose_weight, out, scales)
     launch(x, weight, bias, transpose_weight, out, m, n, k, scales, recipe)
 
@@ -195,10 +197,10 @@ def run(
     transpose_weight: bool,
     out: torch.Tensor,
     scales: Scales | None = None,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> None:
     """Writes the product of checked arguments, x [..., k], to out [..., n]. within: of the call that this one
-    is a part of (flux.comm.known).
+    is a part of (flux.comm.repeat).
     """
     if x.is_cuda:
         m, recipe = math.prod(x.shape[:-1]), None
@@ -216,11 +218,11 @@ def _recipe(
     transpose_weight: bool,
     out: torch.Tensor,
     scales: Scales | None,
-    within: known.Recipe | None = None,
-) -> known.Recipe:
+    within: repeat.Recipe | None = None,
+) -> repeat.Recipe:
     """How a call with a given `out` is repeated. within: of the call that this one is a part of."""
     given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    return known.Recipe(*given, within=within)
+    return repeat.Recipe(*given, within=within)
 
 
 def launch(
@@ -233,17 +235,17 @@ def launch(
     n: int,
     k: int,
     scales: Scales | None = None,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
     weight_is_constant: bool = False,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
 
     Args:
-        recipe: of the call, if it is to be known (flux.comm.known).
+        recipe: of the call, if it is to be known (flux.comm.repeat).
         weight_is_constant: as of the kernel.
     """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
-    weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+    weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
     scaling = None if scales is None else scales.of_product(k)
     key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active(), scaling)
     plan = _plans.get(key)
@@ -252,7 +254,7 @@ def launch(
         why_not, tuning = cuda.why_not(x.device), store.local(x.device)
         problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
         plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
-    _invariant.require(plan)
+    require(plan)
     out2 = out if out.dim() == 2 else out.view(m, n)
     if not plan.fused:
         unfused(x2, weight, bias, transpose_weight, out2, scales)
@@ -260,14 +262,14 @@ def launch(
     target = writable(out2)
     operands = (aligned(x2), aligned(weight), readable_if_any(bias), target)
     num_sms = _sms(x.device) - _left_free if _left_free else 0
-    scaled = _scales.for_kernel(x, scales)
+    scaled = fp8.for_kernel(x, scales)
     how = (transpose_weight, plan.choice, num_sms)
     enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
     enqueue()
-    of_scales = _scales.tensors(scales)
+    of_scales = fp8.tensors(scales)
     if recipe is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *recipe.given[7:9])):
         used = [2, 3, 4, recipe.returns(out, like=2, argument=5), *range(7, 7 + len(of_scales))]
-        known.remember(known.without_group(), recipe, enqueue, [used])
+        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
     if target is not out2:
         out2.copy_(target)
 
@@ -281,18 +283,18 @@ def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> t
         weight: [N, K], contiguous.
         swiglu: the first half of the result's columns is a gate: returns silu(gate) * others, [..., N / 2].
     """
-    shape, m, n, k = _check.gemm_args("gemm", x, weight, None, False)
+    shape, m, n, k = checks.gemm_args("gemm", x, weight, None, False)
     is_constant = in_graph(x)
     if swiglu:
         choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
         if choice < 0:
             gate, others = serving(x, weight).chunk(2, dim=-1)
             return torch.nn.functional.silu(gate) * others
-        out = _check.output("gemm", None, [*shape[:-1], n // 2], x)
+        out = checks.output("gemm", None, [*shape[:-1], n // 2], x)
         operands = (aligned(x.reshape(m, k)), aligned(weight), None, out.view(m, n // 2))
         _kernel(*operands, False, choice, 0, swiglu=True, weight_is_constant=is_constant)
         return out
-    out = _check.output("gemm", None, shape, x)
+    out = checks.output("gemm", None, shape, x)
     if x.is_cuda:
         launch(x, weight, None, False, out, m, n, k, weight_is_constant=is_constant)
     else:
@@ -323,7 +325,7 @@ def _gating(m: int, n: int, k: int, num_sms: int) -> int:
 def leaving_free(sms: int) -> Iterator[None]:
     """Launches inside leave that many SMs to the work of others, such as NCCL's."""
     global _left_free
-    calls = known.without_group()
+    calls = repeat.without_group()
     kept, _left_free = _left_free, sms
     calls.paused = bool(sms)  # its launches take all SMs
     try:

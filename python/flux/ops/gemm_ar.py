@@ -9,28 +9,30 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
-from flux.comm import known, registry
+from flux._memory import wide_type
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.ops import _check, _gate, _invariant, _scales
-from flux.ops import _end as ends
-from flux.ops import _gemm_ar_parts as parts
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Accumulate, Scales
 from flux.ops import all_reduce as reduce
 from flux.ops import gemm as plain
-from flux.ops._end import End, Quant
-from flux.ops._library import dispatch, library, may_skip_dispatch
-from flux.ops._norm import rms_norm as rms_norm
-from flux.ops._norm import row_norm as row_norm
-from flux.ops._scales import Accumulate, Scales
-from flux.ops._tensors import wide_type
-from flux.ops.plan import workspace_plan
-from flux.ops.plan_ar import split_rows
-from flux.ops.two_level_sums import gemm_and_sum
+from flux.ops import norm_and_quant
+from flux.ops.norm_and_quant import End, Quant
+from flux.ops.norm_and_quant import rms_norm as rms_norm
+from flux.ops.norm_and_quant import row_norm as row_norm
+from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways.two_level_sums import gemm_and_sum
+from flux.plan.choose import require, workspace_plan
+from flux.plan.sums import split_rows
 
 Tensor = torch.Tensor
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 @overload
@@ -167,9 +169,9 @@ def gemm_ar(
         normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    quantised = norm_and_quant.arguments(quant, quant_scale, ue8m0, return_norm)
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         options = (None if norm_weight is None else eps, out, transpose_weight, *scaling, *quantised)
         done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
         if done is not None:
@@ -177,19 +179,19 @@ def gemm_ar(
     direct = may_skip_dispatch(x, weight, bias, residual, norm_weight, *scaling[:2], quant_scale)
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
     if not direct or out is not None or scaling or quantised:
-        how = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        how |= ends.named(quant, quant_scale, ue8m0, return_norm)
-        _gate.check("gemm_ar", **tensors, transpose_weight=transpose_weight, eps=eps, out=out, **how)
-    _check.no_backward("gemm_ar", **tensors, out=out, scale_x=scale_x, scale_w=scale_w)
-    ends.check("gemm_ar", norm_weight, out, quantised)
+        how = fp8.named(scale_x, scale_w, out_dtype, accumulate)
+        how |= norm_and_quant.named(quant, quant_scale, ue8m0, return_norm)
+        argument_types.check("gemm_ar", **tensors, transpose_weight=transpose_weight, eps=eps, out=out, **how)
+    checks.no_backward("gemm_ar", **tensors, out=out, scale_x=scale_x, scale_w=scale_w)
+    norm_and_quant.check("gemm_ar", norm_weight, out, quantised)
     arguments = (x, weight, bias, transpose_weight, residual)
     if direct:
-        pg, scales = resolve_group(group, "gemm_ar"), _scales.given("gemm_ar", *scaling)
-        return _call(*arguments, ends.End(norm_weight, eps, *quantised), pg, out, scales)
+        pg, scales = resolve_group(group, "gemm_ar"), fp8.given("gemm_ar", *scaling)
+        return _call(*arguments, norm_and_quant.End(norm_weight, eps, *quantised), pg, out, scales)
     name = group_name(group, "gemm_ar")
     if norm_weight is None:
         return dispatch(name, x.device, _op, _op_out, (*arguments, name), out, scaling)
-    normed = (*arguments, norm_weight, _check.norm_eps(eps, x), name)
+    normed = (*arguments, norm_weight, checks.norm_eps(eps, x), name)
     if not quantised:
         return dispatch(name, x.device, _op_norm, None, normed, None, scaling)
     return tuple(dispatch(name, x.device, _op_quant, None, (*normed, *quantised), None, scaling))
@@ -207,8 +209,8 @@ def reference(
     """gemm_ar with torch only, with the same roundings: products in fp32 (or float64), rounded,
     gathered, summed in rank order, bias, residual, rounded. scaling: as in gemm.reference.
     """
-    pg, scales = resolve_group(group, "gemm_ar"), _scales.given("gemm_ar", *scaling)
-    shape, m, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    pg, scales = resolve_group(group, "gemm_ar"), fp8.given("gemm_ar", *scaling)
+    shape, m, n, _ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
     if pg.size() == 1:
         product = plain.reference(x, weight, bias, transpose_weight, *scaling)
         return product if residual is None else product + residual
@@ -219,7 +221,11 @@ def reference(
     total = torch.zeros_like(partial)
     for other in gathered:
         total += other
-    return parts.plus(total, parts.addends(bias, residual, n)).to(_scales.result_dtype(x, scales)).view(shape)
+    return (
+        gemm_ar_ways.plus(total, gemm_ar_ways.addends(bias, residual, n))
+        .to(fp8.result_dtype(x, scales))
+        .view(shape)
+    )
 
 
 def _fake(
@@ -231,9 +237,9 @@ def _fake(
     group_name: str,
     *scaling: Any,
 ) -> Tensor:
-    scales = _scales.given("gemm_ar", *scaling)
-    shape, *_ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
+    scales = fp8.given("gemm_ar", *scaling)
+    shape, *_ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -246,9 +252,9 @@ def _fake_out(
     out: Tensor,
     *scaling: Any,
 ) -> None:
-    scales = _scales.given("gemm_ar", *scaling)
-    shape, *_ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    _check.out_arg("gemm_ar", out, shape, x, scales=scales)
+    scales = fp8.given("gemm_ar", *scaling)
+    shape, *_ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    checks.out_arg("gemm_ar", out, shape, x, scales=scales)
 
 
 def _fake_norm(
@@ -263,34 +269,32 @@ def _fake_norm(
     *scaling: Any,
 ) -> tuple[Tensor, Tensor]:
     total = _fake(x, weight, bias, transpose_weight, residual, group_name, *scaling)
-    scales = _scales.given("gemm_ar", *scaling)
-    _check.norm_args("gemm_ar", norm_weight, eps, total.shape[-1], x, scales)
+    scales = fp8.given("gemm_ar", *scaling)
+    checks.norm_args("gemm_ar", norm_weight, eps, total.shape[-1], x, scales)
     return torch.empty_like(total), total
 
 
 def _fake_quant(*arguments: Any) -> list[Tensor]:
     total, scales = _fake(*arguments[:5], arguments[7], *arguments[12:]), arguments[12:]
     end = End(*arguments[5:7], *arguments[8:12])
-    return end.checked("gemm_ar", total.shape[-1], arguments[0], _scales.given("gemm_ar", *scales)).fake(
-        total
-    )
+    return end.checked("gemm_ar", total.shape[-1], arguments[0], fp8.given("gemm_ar", *scales)).fake(total)
 
 
 def _eager(*arguments: Any) -> Tensor:
-    return cast(Tensor, _run(arguments[:5], ends.NONE, arguments[5], None, arguments[6:]))
+    return cast(Tensor, _run(arguments[:5], norm_and_quant.NONE, arguments[5], None, arguments[6:]))
 
 
 def _eager_out(*arguments: Any) -> None:
-    _run(arguments[:5], ends.NONE, arguments[5], arguments[6], arguments[7:])
+    _run(arguments[:5], norm_and_quant.NONE, arguments[5], arguments[6], arguments[7:])
 
 
 def _eager_norm(*arguments: Any) -> tuple[Tensor, Tensor]:
-    pair = _run(arguments[:5], ends.End(*arguments[5:7]), arguments[7], None, arguments[8:])
+    pair = _run(arguments[:5], norm_and_quant.End(*arguments[5:7]), arguments[7], None, arguments[8:])
     return cast("tuple[Tensor, Tensor]", pair)
 
 
 def _eager_quant(*arguments: Any) -> list[Tensor]:
-    end = ends.End(*arguments[5:7], *arguments[8:12])
+    end = norm_and_quant.End(*arguments[5:7], *arguments[8:12])
     return list(_run(arguments[:5], end, arguments[7], None, arguments[12:]))
 
 
@@ -298,7 +302,7 @@ def _run(
     inputs: tuple[Any, ...], end: End, group_name: str, out: Tensor | None, scaling: tuple[Any, ...]
 ) -> Any:
     x, weight, bias, transpose_weight, residual = inputs
-    scales = _scales.given("gemm_ar", *scaling)
+    scales = fp8.given("gemm_ar", *scaling)
     return _call(x, weight, bias, transpose_weight, residual, end, process_group(group_name), out, scales)
 
 
@@ -315,18 +319,18 @@ def _call(
 ) -> Any:
     """The sum, or with a norm what `end` makes of it. Without torch's dispatcher."""
     if group.size() == 1:
-        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+        shape, m, n, k = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
         end = end.checked("gemm_ar", n, x, scales)
-        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+        out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
         total = out.view(m, n)
-        added = parts.rows(residual, m, n)
+        added = gemm_ar_ways.rows(residual, m, n)
         product = total if added is None else torch.empty_like(total)
-        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
         plain.run(x.reshape(m, k), weight, bias, transpose_weight, product, scales)
         if added is not None:
             torch.add(product, added, out=total)
         return end.of(out)
-    if (calls := known.of_groups.get(group)) is not None:
+    if (calls := repeat.of_groups.get(group)) is not None:
         done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
         if done is not None:
             return done
@@ -365,7 +369,7 @@ def _given(
     out: Tensor | None,
     scales: Scales | None,
 ) -> tuple[Any, ...]:
-    """The arguments of a call for flux.comm.known."""
+    """The arguments of a call for flux.comm.repeat."""
     tensors = (x, weight, bias, residual, end.norm_weight)
     options = (None if end.norm_weight is None else end.eps, out, transpose_weight, *(scales or ()))
     return _OP, _invariance.active(), *tensors, *options, *(end[2:] if end.quant else ())
@@ -384,35 +388,35 @@ def _among_ranks(
 ) -> Any:
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
-    facts = _check.facts(op, x, weight, bias, transpose_weight, scales)
+    facts = checks.facts(op, x, weight, bias, transpose_weight, scales)
     if residual is not None:
         facts = (*facts, residual.shape, residual.dtype, residual.device)
     found = None if workspace is None else workspace.plans.get(facts)
     if found is not None:
         plan, shape, m, n, k = found
     else:
-        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    recipe = known.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
+        shape, m, n, k = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    recipe = repeat.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
     end = end.checked("gemm_ar", n, x, scales)
-    out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
     total, made = out, None
     if len(shape) != 2:
-        x, total, residual = x.reshape(m, k), out.view(m, n), parts.rows(residual, m, n)
+        x, total, residual = x.reshape(m, k), out.view(m, n), gemm_ar_ways.rows(residual, m, n)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_ar")
     if scales is not None:
-        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
     if found is None:
         scaling = None if scales is None else scales.scaling(k)
         plan = workspace_plan(workspace, op, m, n, k, x.dtype, transpose_weight, scaling)
-        _invariant.require(plan)
+        require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, **end.same()}
     if plan.fused and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
         for some in split_rows(m, n, total.dtype):
             part = None if residual is None else residual[some]
-            call = (x[some], weight, bias, transpose_weight, part, ends.NONE, group, total[some])
-            _among_ranks(*call, _scales.of_slice(scales, m, some))
+            call = (x[some], weight, bias, transpose_weight, part, norm_and_quant.NONE, group, total[some])
+            _among_ranks(*call, fp8.of_slice(scales, m, some))
     elif plan.way == "parts":
         product = torch.empty_like(total)
         once = bias if group.rank() == 0 else None  # the sum has it once
@@ -428,12 +432,12 @@ def _among_ranks(
         head, tail = slice(dealt), slice(dealt, m)
         added = (None, None) if residual is None else (residual[head], residual[tail])
         operands = (weight, bias, transpose_weight)
-        theirs = _scales.of_slice(scales, m, head)
+        theirs = fp8.of_slice(scales, m, head)
         whole = recipe if dealt == m and isinstance(workspace, CudaWorkspace) else None
-        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs, whole)
+        gemm_ar_ways.composed(x[head], *operands, added[0], group, total[head], same, theirs, whole)
         if dealt < m:
-            theirs = _scales.of_slice(scales, m, tail)
-            _among_ranks(x[tail], *operands, added[1], ends.NONE, group, total[tail], theirs)
+            theirs = fp8.of_slice(scales, m, tail)
+            _among_ranks(x[tail], *operands, added[1], norm_and_quant.NONE, group, total[tail], theirs)
         found = end.of(out)
         if dealt == m and isinstance(workspace, CudaWorkspace):
             end.follows(recipe, out, found, out_argument=8, quant_scale=11 + len(scales or ()))
@@ -442,15 +446,15 @@ def _among_ranks(
     else:
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
             if not plan.fused:
-                parts.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
+                gemm_ar_ways.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
             elif isinstance(workspace, CudaWorkspace):
                 tensors = (x, weight, bias, residual, total)
                 repeated = (recipe, out)
-                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
+                made = gemm_ar_ways.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
             elif isinstance(workspace, CpuWorkspace):
-                parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
+                gemm_ar_ways.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:
-                several, addends = cast(NodesWorkspace, workspace), parts.addends(bias, residual, n)
+                several, addends = cast(NodesWorkspace, workspace), gemm_ar_ways.addends(bias, residual, n)
                 gemm_and_sum(several, plan, x, weight, total, addends, scales, _node_sum)
     return end.of(out, made)
 
@@ -463,7 +467,7 @@ def _node_sum(
     out: Tensor,
     scales: Scales | None = None,
 ) -> None:
-    _call(x, weight, None, transpose_weight, None, ends.NONE, group, out, scales)
+    _call(x, weight, None, transpose_weight, None, norm_and_quant.NONE, group, out, scales)
 
 
 for _device in ("CPU", "CUDA"):

@@ -11,23 +11,26 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
+from flux._memory import aligned, in_place, readable_if_any, wide_type, writable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
 from flux.comm import group as groups
-from flux.comm import known, registry
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant, _scales, _wire, two_level
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import WideWeight, product
 from flux.ops import gemm as plain
-from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._product import WideWeight, product
-from flux.ops._scales import Scales
-from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan, workspace_plan
 from flux.ops.reduce_scatter import recipe_of, reduce_scatter, sum_of
+from flux.ops.ways import int8_sum, two_level
+from flux.plan.choose import Plan, require, workspace_plan
 
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 def gemm_rs(
@@ -80,24 +83,24 @@ def gemm_rs(
         out = flux.gemm_rs(x, weight)
         assert out.shape == (8, 32)  # [M/p, N]
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is not None:
         return _over_wire(x, weight, bias, transpose_weight, group, out, wire, scaling)
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
         if done is not None:
             return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
     tensors = {"x": x, "weight": weight, "bias": bias}
     if not direct or out is not None or scaling:
-        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        _gate.check("gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
+        of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
+        argument_types.check("gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
     if scaling:
-        _scales.no_backward("gemm_rs", **tensors, scale_x=scale_x, scale_w=scale_w)
+        fp8.no_backward("gemm_rs", **tensors, scale_x=scale_x, scale_w=scale_w)
     if out is not None:
-        _check.no_backward_through_out("gemm_rs", **tensors, out=out)
+        checks.no_backward_through_out("gemm_rs", **tensors, out=out)
     if direct and not needs_grad(x, weight, bias):
-        scales, pg = _scales.given("gemm_rs", *scaling), resolve_group(group, "gemm_rs")
+        scales, pg = fp8.given("gemm_rs", *scaling), resolve_group(group, "gemm_rs")
         return call(x, weight, bias, transpose_weight, pg, out, scales=scales)
     name = group_name(group, "gemm_rs")
     arguments = (x, weight, bias, transpose_weight, name)
@@ -114,18 +117,20 @@ def _over_wire(
     wire: Literal["int8"],
     scaling: tuple[Any, ...],
 ) -> torch.Tensor:
-    of_scales: dict[str, Any] = _scales.named(*scaling) if scaling else {}
+    of_scales: dict[str, Any] = fp8.named(*scaling) if scaling else {}
     if not torch.compiler.is_compiling():  # compiled, flux.gemm and flux.reduce_scatter check
         tensors = {"x": x, "weight": weight, "bias": bias}
-        _gate.check("gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, wire=wire, **of_scales)
-        p, scales = resolve_group(group, "gemm_rs").size(), _scales.given("gemm_rs", *scaling)
-        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-        _wire.check("gemm_rs", wire, _scales.result_dtype(x, scales))
+        argument_types.check(
+            "gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, wire=wire, **of_scales
+        )
+        p, scales = resolve_group(group, "gemm_rs").size(), fp8.given("gemm_rs", *scaling)
+        shape, *_ = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+        int8_sum.check("gemm_rs", wire, fp8.result_dtype(x, scales))
         if scales is not None:
-            _scales.no_backward("gemm_rs", **tensors, scale_x=scales.x, scale_w=scales.w)
+            fp8.no_backward("gemm_rs", **tensors, scale_x=scales.x, scale_w=scales.w)
         if out is not None:
-            _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
-            _check.no_backward_through_out("gemm_rs", **tensors, out=out)
+            checks.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+            checks.no_backward_through_out("gemm_rs", **tensors, out=out)
     partial = plain.gemm(x, weight, transpose_weight=transpose_weight, **of_scales)
     result = reduce_scatter(partial, group=group, out=out, wire=wire)
     if bias is None:
@@ -145,9 +150,9 @@ def reference(
     in gemm.reference.
     """
     pg = resolve_group(group, "gemm_rs")
-    p, scales = pg.size(), _scales.given("gemm_rs", *scaling)
-    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-    partial = product(x.reshape(m, k), *_scales.canonical(weight, transpose_weight, scales))
+    p, scales = pg.size(), fp8.given("gemm_rs", *scaling)
+    shape, m, n, k = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    partial = product(x.reshape(m, k), *fp8.canonical(weight, transpose_weight, scales))
     gathered = [torch.empty_like(partial) for _ in range(p)]
     dist.all_gather(gathered, partial, group=pg)
     rows = m // p
@@ -156,7 +161,7 @@ def reference(
         total += other[pg.rank() * rows : (pg.rank() + 1) * rows]
     if bias is not None:
         total += bias.to(total.dtype)
-    return total.to(_scales.result_dtype(x, scales)).view(shape)
+    return total.to(fp8.result_dtype(x, scales)).view(shape)
 
 
 def _fake(
@@ -167,9 +172,9 @@ def _fake(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
-    p, scales = process_group(group_name).size(), _scales.given("gemm_rs", *scaling)
-    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
+    p, scales = process_group(group_name).size(), fp8.given("gemm_rs", *scaling)
+    shape, _, _, _ = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -181,9 +186,9 @@ def _fake_out(
     out: torch.Tensor,
     *scaling: Any,
 ) -> None:
-    p, scales = process_group(group_name).size(), _scales.given("gemm_rs", *scaling)
-    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-    _check.out_arg("gemm_rs", out, shape, x, scales=scales)
+    p, scales = process_group(group_name).size(), fp8.given("gemm_rs", *scaling)
+    shape, _, _, _ = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    checks.out_arg("gemm_rs", out, shape, x, scales=scales)
 
 
 def _eager(
@@ -194,7 +199,7 @@ def _eager(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales = _scales.given("gemm_rs", *scaling)
+    scales = fp8.given("gemm_rs", *scaling)
     return call(x, weight, bias, transpose_weight, process_group(group_name), scales=scales)
 
 
@@ -207,7 +212,7 @@ def _eager_out(
     out: torch.Tensor,
     *scaling: Any,
 ) -> None:
-    scales = _scales.given("gemm_rs", *scaling)
+    scales = fp8.given("gemm_rs", *scaling)
     call(x, weight, bias, transpose_weight, process_group(group_name), out, scales=scales)
 
 
@@ -220,20 +225,20 @@ def call(
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
     scales: Scales | None = None,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> torch.Tensor:
     """gemm_rs without gradients and without torch's dispatcher.
 
     Args:
         also: further facts that ranks compare, if the call is a part of another operator.
-        within: of that operator's call, if it is to be known (flux.comm.known).
+        within: of that operator's call, if it is to be known (flux.comm.repeat).
     """
     if group.size() == 1:
-        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1, scales=scales)
-        out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+        shape, *_ = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1, scales=scales)
+        out = checks.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
         plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
-    if within is None and (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := repeat.of_groups.get(group)) is not None:
         given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
         done = calls.call_below(*given)
         if done is not None:
@@ -251,29 +256,29 @@ def _among_ranks(
     out: torch.Tensor | None,
     also: Same,
     scales: Scales | None,
-    within: known.Recipe | None,
+    within: repeat.Recipe | None,
 ) -> torch.Tensor:
     workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight, scales)
+    facts = checks.facts("gemm_rs", x, weight, bias, transpose_weight, scales)
     found = None if workspace is None else workspace.plans.get(facts)
     if found is not None:
         plan, shape, m, n, k = found
     else:
-        shape, m, n, k = _check.gemm_args(
+        shape, m, n, k = checks.gemm_args(
             "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
         )
     given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    recipe = known.Recipe(*given, within=within)
-    out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+    recipe = repeat.Recipe(*given, within=within)
+    out = checks.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
     recipe.returns(out, like=2, argument=5)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_rs")
     if scales is not None:
-        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
     if found is None:
         scaling = None if scales is None else scales.scaling(k)
         plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight, scaling)
-        _invariant.require(plan)
+        require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(m // group.size(), n))
     if plan.way == "parts":
@@ -356,9 +361,9 @@ def fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     scales: Scales | None = None,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
-    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.known)."""
+    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.repeat)."""
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
@@ -367,13 +372,13 @@ def fused_cuda(
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
     with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
         options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
-        scaled = _scales.for_kernel(x, scales)
+        scaled = fp8.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, *options, plan.batch_invariant, **scaled)
         enqueue()
-    of_scales = _scales.tensors(scales)
+    of_scales = fp8.tensors(scales)
     used_here = (*operands, *of_scales)
     if recipe is not None and in_place(used_here, (*recipe.given[2:5], out, *recipe.given[7:9])):
-        staged = known.ABSENT if staging is None else recipe.allocates(staging, like=2)
+        staged = repeat.ABSENT if staging is None else recipe.allocates(staging, like=2)
         used = [2, 3, 4, *recipe.results, staged, *range(7, 7 + len(of_scales))]
         workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
     if target is not out:
@@ -394,7 +399,7 @@ def _fused_cpu(
     core = _native.core
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
     wide, dtype = wide_type(x.dtype), plan.result_dtype
-    wide_x, of_rows = x.to(wide), None if scales is None else _scales.of_elements(scales.x, plan.m)
+    wide_x, of_rows = x.to(wide), None if scales is None else fp8.of_elements(scales.x, plan.m)
     wide_w = WideWeight(weight, plan.transpose_weight, None if scales is None else scales.w)
     wide_bias = None if bias is None else bias.to(wide)
     config = core.tile_config(plan.config)

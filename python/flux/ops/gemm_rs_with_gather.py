@@ -11,16 +11,17 @@ from typing import Any, cast
 import torch
 from torch.distributed import ProcessGroup
 
+from flux._memory import readable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.workspace import NOTHING, Workspace
-from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops import gemm_rs as scatter
-from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import readable
-from flux.ops.plan import Plan, workspace_plan
+from flux.plan.choose import Plan, workspace_plan
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,7 +49,9 @@ def gemm_rs_with_gather(
     """
     direct = may_skip_dispatch(x, weight, rows)
     if not direct:
-        _gate.check("gemm_rs_with_gather", x=x, weight=weight, rows=rows, transpose_weight=transpose_weight)
+        argument_types.check(
+            "gemm_rs_with_gather", x=x, weight=weight, rows=rows, transpose_weight=transpose_weight
+        )
     direct = direct and not needs_grad(x, weight, rows)
     name = group_name(group, "gemm_rs")
     arguments = (x, weight, transpose_weight, rows, name)
@@ -59,16 +62,16 @@ def _fake(
     x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
 ) -> Pair:
     p = process_group(group_name).size()
-    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, p)
-    return x.new_empty(shape), rows.new_empty(_check.all_gather_args("all_gather", rows, p))
+    shape, _, _, _ = checks.gemm_args("gemm_rs", x, weight, None, transpose_weight, p)
+    return x.new_empty(shape), rows.new_empty(checks.all_gather_args("all_gather", rows, p))
 
 
 def _eager(
     x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
 ) -> Pair:
     group = process_group(group_name)
-    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
-    _check.all_gather_args("all_gather", rows, group.size())
+    shape, m, n, k = checks.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
+    checks.all_gather_args("all_gather", rows, group.size())
     arguments = (x, weight, transpose_weight, rows, group, shape, (m, n, k))
     return registry.in_turn(group, x.device, _both, *arguments)
 
@@ -145,7 +148,7 @@ def _beside(
     out: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    gathered = rows.new_empty(_check.all_gather_args("all_gather", rows, workspace.world_size))
+    gathered = rows.new_empty(checks.all_gather_args("all_gather", rows, workspace.world_size))
     rows = readable(rows.reshape(-1, gathering.k))
     with gather.enter(workspace, gathering) as (address, epoch):
         launch = (address, epoch, gathering.chunk_rows)

@@ -8,19 +8,21 @@ from typing import Any, Literal
 import torch
 
 from flux import _invariance, _native
+from flux._invariance import refuse
 from flux._log import say_once
-from flux.comm import cuda, known
-from flux.ops import _check, _gate, _invariant, _scales
-from flux.ops._library import library
-from flux.ops._product import wide_expert
-from flux.ops._scales import Scales
-from flux.ops._tensors import aligned_experts, in_place, readable, taken
-from flux.ops.plan import PlanInput, can_run_fused
+from flux._memory import aligned_experts, in_place, readable, taken
+from flux.calls import argument_types, checks
+from flux.calls.schemas import library
+from flux.comm import cuda, repeat
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import wide_expert
 from flux.ops.quantize import dequantized
+from flux.plan.choose import PlanInput, can_run_fused
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/activation.cuh
 NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
-_OP = known.operator()
+_OP = repeat.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
@@ -70,17 +72,17 @@ def grouped_gemm(
         out = flux.grouped_gemm(x, weight, offsets, activation="silu")
         assert out.shape == (6, 32)
     """
-    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *scaling)
-        done: torch.Tensor | None = known.without_group().call(*given)
+        done: torch.Tensor | None = repeat.without_group().call(*given)
         if done is not None:
             return done
-    of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+    of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
     others = {"offsets": offsets, "rows": rows, "activation": activation}
-    _gate.check("grouped_gemm", x=x, weight=weight, **others, **of_scales)
+    argument_types.check("grouped_gemm", x=x, weight=weight, **others, **of_scales)
     if scaling:
-        _scales.no_backward("grouped_gemm", x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
+        fp8.no_backward("grouped_gemm", x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
     result: torch.Tensor = _op(x, weight, offsets, rows, activation, *scaling)
     return result
 
@@ -96,9 +98,9 @@ def reference(
     """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
     the host. scaling: as in gemm.reference.
     """
-    scales = _scales.given("grouped_gemm", *scaling)
+    scales = fp8.given("grouped_gemm", *scaling)
     shape = _checked(x, weight, offsets, rows, activation, scales)
-    out = x.new_zeros(shape, dtype=_scales.result_dtype(x, scales))
+    out = x.new_zeros(shape, dtype=fp8.result_dtype(x, scales))
     bounds = _checked_bounds(x, offsets, rows)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
@@ -131,7 +133,7 @@ def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor |
     if rows is not None and bounds[-1] > 0:
         low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
         if low < 0 or high >= x.shape[0]:
-            _check.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
+            checks.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
     return bounds
 
 
@@ -139,12 +141,12 @@ def checked_bounds(op: str, offsets: torch.Tensor, count: int) -> list[int]:
     """The offsets of experts' rows, on the host, checked. count: of all rows."""
     bounds: list[int] = offsets.tolist()
     if bounds[0] != 0:
-        _check.fail(op, "offsets", "0 as the first entry", bounds[0])
+        checks.fail(op, "offsets", "0 as the first entry", bounds[0])
     for before, after in zip(bounds, bounds[1:], strict=False):
         if after < before:
-            _check.fail(op, "offsets", "entries that do not decrease", f"{after} after {before}")
+            checks.fail(op, "offsets", "entries that do not decrease", f"{after} after {before}")
     if bounds[-1] > count:
-        _check.fail(op, "offsets", f"entries up to the {count} rows", bounds[-1])
+        checks.fail(op, "offsets", f"entries up to the {count} rows", bounds[-1])
     return bounds
 
 
@@ -168,13 +170,13 @@ def expert_weight(
     op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None, scales: Scales | None = None
 ) -> int:
     """Checks x [M, K], weight [E, N, K] and the activation; returns the columns of the result."""
-    _invariant.refuse(op)
+    refuse(op)
     if x.dim() != 2:
-        _check.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
+        checks.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
     if weight.dim() != 3:
-        _check.fail(op, "weight", "3 dimensions [experts, n, k]", f"{weight.dim()}")
+        checks.fail(op, "weight", "3 dimensions [experts, n, k]", f"{weight.dim()}")
     if weight.shape[2] != x.shape[1]:
-        _check.fail(
+        checks.fail(
             op,
             "weight",
             f"[experts, n, k] with k = {x.shape[1]}, the last dimension of x",
@@ -183,18 +185,18 @@ def expert_weight(
     if scales is not None:
         scales.check_experts(op, x, weight)
     else:
-        _check.floating(op, x, with_scales=True)
+        checks.floating(op, x, with_scales=True)
         if weight.dtype != x.dtype:
-            _check.fail(op, "weight", f"dtype {x.dtype}, that of x", weight.dtype)
+            checks.fail(op, "weight", f"dtype {x.dtype}, that of x", weight.dtype)
     if weight.device != x.device:
-        _check.fail(op, "weight", f"device {x.device}, that of x", weight.device)
+        checks.fail(op, "weight", f"device {x.device}, that of x", weight.device)
     if activation is not None and activation not in ACTIVATIONS:
-        _check.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
+        checks.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
     n = weight.shape[1]
     if activation != "swiglu":
         return n
     if n % 2:
-        _check.fail(op, "weight", "an even n for swiglu", f"shape {list(weight.shape)}")
+        checks.fail(op, "weight", "an even n for swiglu", f"shape {list(weight.shape)}")
     return n // 2
 
 
@@ -210,19 +212,19 @@ def _checked(
     columns = expert_weight(op, x, weight, activation, scales)
     experts = weight.shape[0]
     if list(offsets.shape) != [experts + 1]:
-        _check.fail(op, "offsets", f"shape [{experts + 1}], one more than experts", list(offsets.shape))
+        checks.fail(op, "offsets", f"shape [{experts + 1}], one more than experts", list(offsets.shape))
     if offsets.dtype != torch.int32:
-        _check.fail(op, "offsets", "dtype int32", offsets.dtype)
+        checks.fail(op, "offsets", "dtype int32", offsets.dtype)
     if offsets.device != x.device:
-        _check.fail(op, "offsets", f"device {x.device}, that of x", offsets.device)
+        checks.fail(op, "offsets", f"device {x.device}, that of x", offsets.device)
     if rows is None:
         return [x.shape[0], columns]
     if rows.dim() != 1:
-        _check.fail(op, "rows", "1 dimension", rows.dim())
+        checks.fail(op, "rows", "1 dimension", rows.dim())
     if rows.dtype not in (torch.int32, torch.int64):
-        _check.fail(op, "rows", "dtype int32 or int64", rows.dtype)
+        checks.fail(op, "rows", "dtype int32 or int64", rows.dtype)
     if rows.device != x.device:
-        _check.fail(op, "rows", f"device {x.device}, that of x", rows.device)
+        checks.fail(op, "rows", f"device {x.device}, that of x", rows.device)
     return [rows.shape[0], columns]
 
 
@@ -234,9 +236,9 @@ def _fake(
     activation: str | None,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales = _scales.given("grouped_gemm", *scaling)
+    scales = fp8.given("grouped_gemm", *scaling)
     shape = _checked(x, weight, offsets, rows, activation, scales)
-    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
+    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
 
 
 def _cuda(
@@ -247,7 +249,7 @@ def _cuda(
     activation: str | None,
     *scaling: Any,
 ) -> torch.Tensor:
-    return _on_gpu(x, weight, offsets, rows, activation, _scales.given("grouped_gemm", *scaling))
+    return _on_gpu(x, weight, offsets, rows, activation, fp8.given("grouped_gemm", *scaling))
 
 
 def call(
@@ -255,10 +257,10 @@ def call(
     weight: torch.Tensor,
     offsets: torch.Tensor,
     scales: Scales | None = None,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> torch.Tensor:
     """grouped_gemm of rows in order, without gradients and without torch's dispatcher. within: of the call
-    that this one is a part of, if that is to be known (flux.comm.known).
+    that this one is a part of, if that is to be known (flux.comm.repeat).
     """
     if x.is_cuda:
         return _on_gpu(x, weight, offsets, None, None, scales, within)
@@ -272,21 +274,21 @@ def _on_gpu(
     rows: torch.Tensor | None,
     activation: str | None,
     scales: Scales | None,
-    within: known.Recipe | None = None,
+    within: repeat.Recipe | None = None,
 ) -> torch.Tensor:
     given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *(scales or ()))
     if within is None:
-        done: torch.Tensor | None = known.without_group().call_below(*given)
+        done: torch.Tensor | None = repeat.without_group().call_below(*given)
         if done is not None:
             return done
-    shape, dtype = _checked(x, weight, offsets, rows, activation, scales), _scales.result_dtype(x, scales)
+    shape, dtype = _checked(x, weight, offsets, rows, activation, scales), fp8.result_dtype(x, scales)
     if 0 in shape or x.shape[1] == 0:
         return x.new_zeros(shape, dtype=dtype)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
     if why_not(x, weight.shape[1], shape[1], scales) is None:
         out = x.new_empty(shape, dtype=dtype)
-        recipe = known.Recipe(*given, within=within)
+        recipe = repeat.Recipe(*given, within=within)
         launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
         return out
     if rows is not None:
@@ -304,7 +306,7 @@ def why_not(x: torch.Tensor, n: int, columns: int, scales: Scales | None) -> str
     if scales is not None:
         problem = PlanInput("cuda", 1, columns, x.shape[1], x.dtype, scaling=scales.scaling(x.shape[1]))
         fused, reason = can_run_fused("grouped_gemm", problem)
-        if fused and scales.x.dim() == 2 and columns < n and columns % _scales.BLOCK:
+        if fused and scales.x.dim() == 2 and columns < n and columns % fp8.BLOCK:
             return f"halves of {columns} columns share a block's scale"
         return cuda.why_not(x.device) if fused else reason
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -335,27 +337,27 @@ def launch(
     config: int = -1,
     num_sms: int = 0,
     scales: Scales | None = None,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
     """Runs checked arguments in the kernel.
 
     Args:
         config: id of a tile shape; -1: the cost model chooses.
-        recipe: of the call, if it is to be known (flux.comm.known).
+        recipe: of the call, if it is to be known (flux.comm.repeat).
     """
     words = schedule_words(out.shape[0], weight.shape[0])
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
     in_order = None if rows is None else rows.to(torch.int32)
     read = (readable(x), readable_weight(weight, activation, scales), offsets, in_order)
     options = (NUMBERS[activation], out, schedule, config, num_sms)
-    enqueue = functools.partial(_kernel, *read, *options, **_scales.for_kernel(x, scales))
+    enqueue = functools.partial(_kernel, *read, *options, **fp8.for_kernel(x, scales))
     enqueue()
-    of_scales = _scales.tensors(scales)
+    of_scales = fp8.tensors(scales)
     given = () if recipe is None else (x, weight, offsets, rows, *recipe.given[7:9])
     if recipe is not None and in_place((*read, *of_scales), given):
         written = [recipe.returns(out, like=2), recipe.allocates(schedule, like=2)]
         used = [2, 3, 4, 5, *written, *range(7, 7 + len(of_scales))]
-        known.remember(known.without_group(), recipe, enqueue, [used])
+        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
 
 
 def unfused(

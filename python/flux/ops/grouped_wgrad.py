@@ -9,10 +9,10 @@ import torch
 
 from flux import _env
 from flux._log import say_once
+from flux._memory import aligned, wide_type
+from flux.calls import argument_types, checks
+from flux.calls.schemas import library
 from flux.comm import cuda
-from flux.ops import _check, _gate
-from flux.ops._library import library
-from flux.ops._tensors import aligned, wide_type
 from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
 from flux.ops.wgrad import wgrad_accum
 
@@ -48,7 +48,7 @@ def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         grads = flux.grouped_wgrad(grad_output, x, offsets)
         assert grads.shape == (3, 32, 64) and (grads[2] == 4).all() and not grads[1].any()
     """
-    _gate.check("grouped_wgrad", grad_output=grad_output, x=x, offsets=offsets)
+    argument_types.check("grouped_wgrad", grad_output=grad_output, x=x, offsets=offsets)
     result: Tensor = expert_grads(grad_output, x, offsets)
     return result
 
@@ -77,8 +77,8 @@ def grouped_wgrad_accum(grad_output: Tensor, x: Tensor, offsets: Tensor, main_gr
         assert (main_grad[0] == 4.0).all() and not main_grad[1].any()
     """
     given = {"grad_output": grad_output, "x": x, "main_grad": main_grad}
-    _gate.check("grouped_wgrad_accum", offsets=offsets, **given)
-    _check.no_backward("grouped_wgrad_accum", **given)
+    argument_types.check("grouped_wgrad_accum", offsets=offsets, **given)
+    checks.no_backward("grouped_wgrad_accum", **given)
     _accum(grad_output, x, offsets, main_grad)
 
 
@@ -140,20 +140,20 @@ def _choice(rows: float, adds: bool) -> int:
 
 def _fake(grad_output: Tensor, x: Tensor, offsets: Tensor, op: str = "grouped_wgrad") -> Tensor:
     if x.dim() != 2:
-        _check.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
+        checks.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
     if grad_output.dim() != 2 or grad_output.shape[0] != x.shape[0]:
         expected = f"[m, n] with m = {x.shape[0]}, the rows of x"
-        _check.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
-    _check.floating(op, x)
+        checks.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
+    checks.floating(op, x)
     if grad_output.dtype != x.dtype:
-        _check.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
+        checks.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        _check.fail(op, "offsets", "shape [experts + 1]", f"shape {list(offsets.shape)}")
+        checks.fail(op, "offsets", "shape [experts + 1]", f"shape {list(offsets.shape)}")
     if offsets.dtype != torch.int32:
-        _check.fail(op, "offsets", "dtype int32", offsets.dtype)
+        checks.fail(op, "offsets", "dtype int32", offsets.dtype)
     for name, tensor in (("grad_output", grad_output), ("offsets", offsets)):
         if tensor.device != x.device:
-            _check.fail(op, name, f"device {x.device}, that of x", tensor.device)
+            checks.fail(op, name, f"device {x.device}, that of x", tensor.device)
     return x.new_empty(offsets.shape[0] - 1, grad_output.shape[1], x.shape[1])
 
 
@@ -203,20 +203,20 @@ def _accum_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tens
     op = "grouped_wgrad_accum"
     shape = list(_fake(grad_output, x, offsets, op).shape)
     if list(main_grad.shape) != shape:
-        _check.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
+        checks.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
     if main_grad.dtype not in (x.dtype, wide_type(x.dtype)):
-        _check.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
+        checks.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
     if main_grad.device != x.device:
-        _check.fail(op, "main_grad", f"device {x.device}, that of x", main_grad.device)
+        checks.fail(op, "main_grad", f"device {x.device}, that of x", main_grad.device)
 
 
 def _accum_checked(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     _accum_fake(grad_output, x, offsets, main_grad)
     others = (grad_output, x, offsets)
-    if main_grad.numel() == 0 or not any(_check.share_memory(_span(main_grad), other) for other in others):
+    if main_grad.numel() == 0 or not any(checks.share_memory(_span(main_grad), other) for other in others):
         return
     for written in main_grad.unbind():  # others may lie between them
-        _check.separate("grouped_wgrad_accum", "main_grad", _span(written), *others)
+        checks.separate("grouped_wgrad_accum", "main_grad", _span(written), *others)
 
 
 def _span(tensor: Tensor) -> Tensor:

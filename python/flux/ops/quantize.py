@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 import torch
 
 from flux import _native
-from flux.comm import known
-from flux.ops import _check, _gate
-from flux.ops._library import library, may_skip_dispatch
-from flux.ops._scales import BLOCK, FP8, empty_column_major
-from flux.ops._tensors import in_place, readable
+from flux._memory import in_place, readable
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import may_skip_dispatch
+from flux.calls.schemas import library
+from flux.comm import repeat
+from flux.fp8.scales import BLOCK, FP8, empty_column_major
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
@@ -24,7 +25,7 @@ Pair = tuple[Tensor, Tensor]
 QUANTS = ("tensor", "token", "group128", "block128")
 # Smaller largest values count as this one, so that no scale is zero or denormal.
 _LEAST_AMAX = 1e-10
-_OP = known.operator()
+_OP = repeat.operator()
 _MANTISSA = (1 << 23) - 1  # of fp32
 
 
@@ -66,13 +67,13 @@ def quantize(
         assert out.shape == (8, 128) and out.dtype == torch.bfloat16
     """
     if not torch.compiler.is_compiling():
-        done = known.without_group().call(_OP, x, quant, scale, ue8m0, dtype)
+        done = repeat.without_group().call(_OP, x, quant, scale, ue8m0, dtype)
         if done is not None:
             return cast(Pair, done)
     direct = may_skip_dispatch(x, scale)
     if not direct:
-        _gate.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
-    _check.no_backward("quantize", x=x, scale=scale)
+        argument_types.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
+    checks.no_backward("quantize", x=x, scale=scale)
     return cast(Pair, (_eager if direct else _op)(x, quant, scale, ue8m0, dtype))
 
 
@@ -81,21 +82,21 @@ def checked(
 ) -> None:
     """Checks the options of a quantisation. name: of the argument `scale`."""
     if quant not in QUANTS:
-        _check.fail(op, "quant", f"one of {', '.join(QUANTS)}", repr(quant))
+        checks.fail(op, "quant", f"one of {', '.join(QUANTS)}", repr(quant))
     if dtype not in FP8:
-        _check.fail(op, "dtype", "float8_e4m3fn or float8_e5m2", dtype)
+        checks.fail(op, "dtype", "float8_e4m3fn or float8_e5m2", dtype)
     if type(ue8m0) is not bool:
         raise TypeError(f"{op}: ue8m0: expected True or False, got {ue8m0!r}")
     if scale is None:
         return
     if quant != "tensor":
-        _check.fail(op, name, f"None with {quant!r}, whose scales are made from the data", "a tensor")
+        checks.fail(op, name, f"None with {quant!r}, whose scales are made from the data", "a tensor")
     if ue8m0:
-        _check.fail(op, "ue8m0", f"False, as {name} is given", True)
+        checks.fail(op, "ue8m0", f"False, as {name} is given", True)
     if scale.dtype != torch.float32 or scale.numel() != 1:
-        _check.fail(op, name, "float32 with one entry", f"{scale.dtype}, shape {list(scale.shape)}")
+        checks.fail(op, name, "float32 with one entry", f"{scale.dtype}, shape {list(scale.shape)}")
     if scale.device != x.device:
-        _check.fail(op, name, f"device {x.device}, that of x", scale.device)
+        checks.fail(op, name, f"device {x.device}, that of x", scale.device)
 
 
 def empty(x: Tensor, quant: str, dtype: torch.dtype) -> Pair:
@@ -120,18 +121,18 @@ def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch
     checked("quantize", x, quant, scale, ue8m0, dtype)
     least = 2 if quant == "block128" else 1
     if x.dim() < least:
-        _check.fail("quantize", "x", f"at least {least} dimensions for {quant!r}", x.dim())
-    _check.floating("quantize", x)
+        checks.fail("quantize", "x", f"at least {least} dimensions for {quant!r}", x.dim())
+    checks.floating("quantize", x)
     return empty(x, quant, dtype)
 
 
 def _eager(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
     given = (_OP, x, quant, scale, ue8m0, dtype)
-    done = known.without_group().call_below(*given)
+    done = repeat.without_group().call_below(*given)
     if done is not None:
         return cast(Pair, done)
     q, scales = _fake(x, quant, scale, ue8m0, dtype)
-    run(x, quant, scale, ue8m0, q, scales, known.Recipe(*given))
+    run(x, quant, scale, ue8m0, q, scales, repeat.Recipe(*given))
     return q, scales
 
 
@@ -142,7 +143,7 @@ def run(
     ue8m0: bool,
     q: Tensor,
     scales: Tensor,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
     """Writes the quantised x to q, and its scales. recipe: of the call, if it is to be known."""
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and x.shape[-1] % 8 == 0:
@@ -160,7 +161,7 @@ def launch(
     ue8m0: bool,
     q: Tensor,
     scales: Tensor,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
     """As run, in the kernel."""
     source, parts = readable(x), scratch(q, quant, scale)
@@ -170,7 +171,7 @@ def launch(
         used = [1, recipe.returns(q, like=1), recipe.returns(scales, like=1), 3]
         if parts is not None:
             used.append(recipe.allocates(parts, like=1))
-        known.remember(known.without_group(), recipe, enqueue, [used])
+        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
 
 
 def scratch(q: Tensor, quant: str, scale: Tensor | None) -> Tensor | None:

@@ -10,20 +10,22 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
+from flux._memory import wide_type
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
 from flux.comm import group as groups
-from flux.comm import known, registry
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant, _wire, two_level
-from flux.ops._exchange import run_fused
-from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import wide_type
-from flux.ops.plan import Plan, workspace_plan
+from flux.ops.ways import int8_sum, two_level
+from flux.ops.ways.exchange import run_fused
+from flux.plan.choose import Plan, require, workspace_plan
 
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 def reduce_scatter(
@@ -64,16 +66,16 @@ def reduce_scatter(
         rows = flux.reduce_scatter(torch.ones(2 * p, 64))
         assert rows.shape == (2, 64) and (rows == p).all()
     """
-    if wire is None and not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, None, None, out)
         if done is not None:
             return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x)
     if not direct or out is not None or wire is not None:
-        _gate.check("reduce_scatter", x=x, out=out, wire=wire)
-        _wire.check("reduce_scatter", wire, x.dtype)
+        argument_types.check("reduce_scatter", x=x, out=out, wire=wire)
+        int8_sum.check("reduce_scatter", wire, x.dtype)
     if out is not None:
-        _check.no_backward_through_out("reduce_scatter", x=x, out=out)
+        checks.no_backward_through_out("reduce_scatter", x=x, out=out)
     direct = direct and not needs_grad(x)
     name = group_name(group, "reduce_scatter")
     fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
@@ -84,7 +86,7 @@ def reduce_scatter(
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """reduce_scatter with torch only: gathered, summed in fp32 (or float64) in rank order, rounded once."""
     pg = resolve_group(group, "reduce_scatter")
-    rows, *_ = _check.reduce_scatter_args("reduce_scatter", x, pg.size())
+    rows, *_ = checks.reduce_scatter_args("reduce_scatter", x, pg.size())
     wide = wide_type(x.dtype)
     gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
     dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
@@ -95,19 +97,19 @@ def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
 
 
 def _fake(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.Tensor:
-    _wire.check("reduce_scatter", wire, x.dtype)
-    return x.new_empty(_check.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size()))
+    int8_sum.check("reduce_scatter", wire, x.dtype)
+    return x.new_empty(checks.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size()))
 
 
 def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor, wire: str | None = None) -> None:
-    _wire.check("reduce_scatter", wire, x.dtype)
-    shape = _check.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size())
-    _check.out_arg("reduce_scatter", out, shape, x)
+    int8_sum.check("reduce_scatter", wire, x.dtype)
+    shape = checks.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size())
+    checks.out_arg("reduce_scatter", out, shape, x)
 
 
 def _eager(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.Tensor:
     group = process_group(group_name)
-    if wire is None and (calls := known.of_groups.get(group)) is not None:
+    if wire is None and (calls := repeat.of_groups.get(group)) is not None:
         done = calls.call_below(_OP, _invariance.active(), x, None, None, None)
         if done is not None:
             return cast(torch.Tensor, done)
@@ -118,7 +120,7 @@ def _eager(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.T
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor, wire: str | None = None) -> None:
     _fake_out(x, group_name, out, wire)
-    _check.separate("reduce_scatter", "out", out, x)
+    checks.separate("reduce_scatter", "out", out, x)
     run(x, process_group(group_name), out, out, wire)
 
 
@@ -141,9 +143,11 @@ def run(
     registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING, recipe_of(x, given_out))
 
 
-def recipe_of(x: torch.Tensor, out: torch.Tensor | None, within: known.Recipe | None = None) -> known.Recipe:
+def recipe_of(
+    x: torch.Tensor, out: torch.Tensor | None, within: repeat.Recipe | None = None
+) -> repeat.Recipe:
     """How a call is repeated. within: of the call that this one is a part of."""
-    return known.Recipe(_OP, _invariance.active(), x, None, None, out, within=within)
+    return repeat.Recipe(_OP, _invariance.active(), x, None, None, out, within=within)
 
 
 def sum_of(
@@ -151,13 +155,13 @@ def sum_of(
     group: ProcessGroup,
     out: torch.Tensor,
     also: Same,
-    recipe: known.Recipe | None = None,
+    recipe: repeat.Recipe | None = None,
 ) -> None:
     """reduce_scatter among several ranks, in their turn. also: as in gemm_rs.call."""
     workspace = registry.get(group, x.device, "reduce_scatter")
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
-    _invariant.require(plan)
+    require(plan)
     with workspace.calling(plan, also) as epoch:
         if not plan.fused:
             unfused(x, group, out)
@@ -174,9 +178,9 @@ def _over_wire(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, wire: st
     p, n = group.size(), x.shape[-1] if x.dim() > 1 else out.numel()
     rows = out.numel() // n if n else 0
     plan = workspace_plan(workspace, "reduce_scatter", p, out.numel(), 0, x.dtype, False)
-    plan = _wire.planned(plan, workspace, rows, n)
-    with workspace.calling(plan, _wire.same(wire)):
-        _wire.sum_into(out.view(rows, n), x.reshape(p, rows, n), workspace, plan)
+    plan = int8_sum.planned(plan, workspace, rows, n)
+    with workspace.calling(plan, int8_sum.same(wire)):
+        int8_sum.sum_into(out.view(rows, n), x.reshape(p, rows, n), workspace, plan)
 
 
 def two_level_sum(

@@ -8,14 +8,14 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from flux.comm import known, registry
+from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.ops import ag_gemm, gemm_rs
 from flux.ops.add_norm import add_norm_
 
 Tensor = torch.Tensor
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 def scatter_norm_gather(
@@ -47,7 +47,7 @@ def scatter_norm_gather(
     if missing := -tokens % group.size():
         x = pad(x, (0, 0, 0, missing))
     given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias)
-    calls = known.of_groups.get(group)
+    calls = repeat.of_groups.get(group)
     done = None if calls is None else calls.call_below(*given)
     total, product = _call(group, *given) if done is None else done
     return total, product[:tokens] if missing else product
@@ -58,7 +58,7 @@ def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
     _, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias = given
     share = x.shape[0] // group.size()
     total = x.new_empty(tokens, weight.shape[0])
-    recipe = known.Recipe(*given)
+    recipe = repeat.Recipe(*given)
     gemm_rs.call(x, weight, bias, False, group, total[:share], within=recipe)
     own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
     biases = () if next_bias is None else (next_bias,)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flux.ops._library import library
+from flux.calls.schemas import library
 
 _OPS = (
     "gemm",

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flux.ops import _check, _gate
-from flux.ops._library import library
+from flux.calls import argument_types, checks
+from flux.calls.schemas import library
 
 
 def weight_grad(grad_output: torch.Tensor, x: torch.Tensor, transpose_weight: bool = False) -> torch.Tensor:
@@ -53,8 +53,8 @@ def wgrad_accum(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Ten
             flux.wgrad_accum(grad_output, x, main_grad)
         assert (main_grad == 16.0).all()
     """
-    _gate.check("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
-    _check.no_backward("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
+    argument_types.check("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
+    checks.no_backward("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
     _op(grad_output, x, main_grad)
 
 
@@ -65,27 +65,27 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def _fake(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
     op = "wgrad_accum"
     if x.dim() < 2:
-        _check.fail(op, "x", "at least 2 dimensions [m, k]", f"{x.dim()}")
+        checks.fail(op, "x", "at least 2 dimensions [m, k]", f"{x.dim()}")
     if grad_output.shape[:-1] != x.shape[:-1]:
         expected = f"the leading dimensions of x, {list(x.shape[:-1])}"
-        _check.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
-    if x.dtype not in _check.FLOATING:
-        _check.fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+        checks.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
+    if x.dtype not in checks.FLOATING:
+        checks.fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
     shape = [grad_output.shape[-1], x.shape[-1]]
     if list(main_grad.shape) != shape:
-        _check.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
+        checks.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
     if grad_output.dtype != x.dtype:
-        _check.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
+        checks.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
     if main_grad.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
-        _check.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
+        checks.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
     for name, tensor in (("grad_output", grad_output), ("main_grad", main_grad)):
         if tensor.device != x.device:
-            _check.fail(op, name, f"device {x.device}, that of x", tensor.device)
+            checks.fail(op, name, f"device {x.device}, that of x", tensor.device)
 
 
 def _checked(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
     _fake(grad_output, x, main_grad)
-    _check.separate("wgrad_accum", "main_grad", main_grad, grad_output, x)
+    checks.separate("wgrad_accum", "main_grad", main_grad, grad_output, x)
 
 
 def _cpu(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -8,15 +8,16 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
+from flux.calls import argument_types, checks
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import expecting_graphs, round_up
-from flux.ops import _arguments, _check, _gate
-from flux.ops.plan import PlanInput, can_run_fused, current_device
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
-from flux.ops.plan_gemm import COPY_FROM_BYTES, ag_gemm_room, gemm_rs_room
+from flux.ops.explain import current_device
+from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.gemm import COPY_FROM_BYTES, ag_gemm_room, gemm_rs_room
+from flux.plan.sums import COMPOSED_FROM_BYTES, exchange_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -56,14 +57,14 @@ def reserve(
         flux.reserve(max_m=256, max_n=128, max_k=64, dtype=torch.float32)
         # Now a CUDA graph can capture calls of up to these sizes.
     """
-    _gate.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype, slots=slots)
+    argument_types.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype, slots=slots)
     for name, size in (("max_m", max_m), ("max_n", max_n), ("max_k", max_k)):
         if size < 1:
-            _check.fail("reserve", name, "a positive size", size)
-    if dtype not in _check.FLOATING:
-        _check.fail("reserve", "dtype", "bfloat16, float16, float32 or float64", dtype)
+            checks.fail("reserve", name, "a positive size", size)
+    if dtype not in checks.FLOATING:
+        checks.fail("reserve", "dtype", "bfloat16, float16, float32 or float64", dtype)
     if slots != 1:
-        _check.fail("reserve", "slots", "1 (this version has one set of buffers for each group)", slots)
+        checks.fail("reserve", "slots", "1 (this version has one set of buffers for each group)", slots)
     pg = resolve_group(group, "reserve")
     where = current_device() if device is None else _device(device)
     if where.type == "cuda" and where.index is None:
@@ -73,13 +74,13 @@ def reserve(
 
 
 def _device(device: torch.device | str) -> torch.device:
-    _arguments.device("reserve", "device", device)
+    argument_types.device("reserve", "device", device)
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
-        _check.fail("reserve", "device", "the CPU or a CUDA device", where)
+        checks.fail("reserve", "device", "the CPU or a CUDA device", where)
     gpus = torch.cuda.device_count() if where.type == "cuda" else 0
     if where.type == "cuda" and (where.index or 0) >= gpus:
-        _check.fail("reserve", "device", f"a CUDA device (torch sees {gpus} here)", where)
+        checks.fail("reserve", "device", f"a CUDA device (torch sees {gpus} here)", where)
     return where
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flux.ops._check import fail
+from flux.calls.checks import fail
 from flux.testing import rank_process
 
 _MAX_SECONDS = 1e6  # as of FLUX_TIMEOUT_S

@@ -16,9 +16,9 @@ from flux import _native
 from flux.comm import cuda
 from flux.comm.workspace import HEADER_BYTES, MAX_WORLD_SIZE, OP_NAMES, round_up
 from flux.errors import CommTimeoutError
-from flux.ops import _ag_gemm_parts as parts
-from flux.ops._end import End, Made
-from flux.ops._scales import Scales, for_kernel
+from flux.fp8.scales import Scales, for_kernel
+from flux.ops.norm_and_quant import End, Made
+from flux.ops.ways import ag_gemm as ag_gemm_ways
 
 _torch_cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -103,7 +103,7 @@ class EmulatedRanks:
 
     Calls take, for every rank, contiguous bfloat16 or float16 tensors, and these keywords:
 
-    - scales: for every rank the canonical scales (flux.ops._scales) of fp8 operands; none without those.
+    - scales: for every rank the canonical scales (flux.fp8.scales) of fp8 operands; none without those.
     - join: whether the current stream waits for all ranks. If not, a rank starts its next call as soon as it
       is done with this one, as in real life; tensors must live until :meth:`check`, and only then are results
       ready.
@@ -390,8 +390,10 @@ class EmulatedRanks:
         """
         workspaces = self._gathering(xs[0], copied, scales)
         outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
-        gathered = parts.new_gathered(xs[0], self.world_size, scales)[1:]
-        of_rows = [parts.scale_target([out, *(torch.empty_like(each) for each in gathered)]) for out in outs]
+        gathered = ag_gemm_ways.new_gathered(xs[0], self.world_size, scales)[1:]
+        of_rows = [
+            ag_gemm_ways.scale_target([out, *(torch.empty_like(each) for each in gathered)]) for out in outs
+        ]
 
         def launch(rank: int) -> None:
             epoch = self._copy_epoch(rank, copied, next_=False)

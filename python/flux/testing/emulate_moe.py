@@ -9,9 +9,9 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import round_up
-from flux.moe.plan import BLOCK_M
 from flux.moe.routing import checked_shapes, route_on_host
 from flux.ops.grouped_gemm import ACTIVATIONS
+from flux.plan.moe import BLOCK_M
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import MoeCase
 

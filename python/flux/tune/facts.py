@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from flux.bench.cases.moe import MODELS
 from flux.bench.model import DTYPE_BYTES, Row, in_way
-from flux.moe.plan import facts_op
-from flux.ops._scales import kind_of
+from flux.fp8.scales import kind_of
+from flux.plan.moe import facts_op
 from flux.tuning.facts import WAYS, Fact, scaled
 
 # Microseconds between two launches, which the sum of the times of parts does not have: 0.3 to 0.7

@@ -36,7 +36,7 @@ def scaled(op: str, kind: str, fast: bool = False) -> str:
     """The name by which facts of an operator with fp8 operands go.
 
     Args:
-        kind, fast: as of flux.ops._scales.Scaling.
+        kind, fast: as of flux.fp8.scales.Scaling.
     """
     return f"{op}, {kind} scales" + (", fast" if fast else "")
 

@@ -14,8 +14,8 @@ from flux import peers as packages
 from flux.bench.model import in_way
 from flux.bench.timing import Call, all_max
 from flux.comm import registry
-from flux.ops.plan import ways_of
-from flux.ops.plan_nodes import SCHEDULES
+from flux.plan.choose import ways_of
+from flux.plan.nodes import SCHEDULES
 from flux.tuning.facts import Tuning
 
 T = TypeVar("T")

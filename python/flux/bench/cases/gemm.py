@@ -26,7 +26,7 @@ from flux.bench.cases.plans import explained, packed_choices, plan_dict
 from flux.bench.cases.ranks import canonical
 from flux.bench.model import FP8, IN_16_BITS
 from flux.bench.suites import Problem
-from flux.ops._scales import Scales, for_kernel
+from flux.fp8.scales import Scales, for_kernel
 
 
 def check(problem: Problem, context: Context) -> str:

@@ -19,11 +19,11 @@ from flux.bench.model import IN_16_BITS, in_way
 from flux.bench.suites import Problem, Request, one_of
 from flux.comm import registry
 from flux.comm.workspace import Workspace
+from flux.fp8.scales import Scales
 from flux.moe import routing as routings
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
-from flux.moe.plan import MoePlan
-from flux.ops._scales import Scales
+from flux.plan.moe import MoePlan
 from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase

@@ -16,7 +16,7 @@ from flux.bench.cases.operands import values
 from flux.bench.model import forced_name
 from flux.bench.suites import Problem, Request
 from flux.moe.gemm_gather_rs import launch
-from flux.moe.plan import MoePlan
+from flux.plan.moe import MoePlan
 from flux.testing.compare import compare, first_wrong
 
 _LAYER = "moe_layer1"

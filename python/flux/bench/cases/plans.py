@@ -12,8 +12,8 @@ from flux.bench.cases.common import Context
 from flux.bench.model import FP8
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
-from flux.ops._scales import Scaling
-from flux.ops.plan import workspace_plan
+from flux.fp8.scales import Scaling
+from flux.plan.choose import workspace_plan
 
 
 def kernel_plan(

@@ -41,13 +41,13 @@ from flux.bench.cases.plans import explained, kernel_plan, packed_choices, plan_
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
-from flux.ops import _gemm_ar_parts as gemm_ar_parts
+from flux.fp8.scales import Scales
 from flux.ops import ag_gemm, gemm_rs
-from flux.ops._end import NONE
-from flux.ops._exchange import run_fused
-from flux.ops._scales import Scales
 from flux.ops.gemm_ar import rms_norm
-from flux.ops.plan_gemm import gemm_rs_room
+from flux.ops.norm_and_quant import NONE
+from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways.exchange import run_fused
+from flux.plan.gemm import gemm_rs_room
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.compare import CALLS, agree, compare, first_wrong
 
@@ -300,7 +300,7 @@ _LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None],
     "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.fused_cuda(
         ws, plan, (plan,), x, (w,), (None,), (out,), scales=(scales,) if scales else ()
     ),
-    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_parts.fused_cuda(
+    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.fused_cuda(
         ws, plan, x, w, None, None, out, NONE, scales
     ),
     "all_reduce": lambda ws, plan, x, w, out, scales: run_fused(ws, plan, 0, x, out),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flux._memory import padded
 from flux.integrations.megatron.weights import as_one, stacked
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
@@ -24,7 +25,6 @@ from flux.moe.autograd import (
 from flux.moe.routing import Routing, tokens_of_rows
 from flux.moe.rows import activate_rows
 from flux.ops import autocast
-from flux.ops._tensors import padded
 from flux.ops.all_gather import all_gather
 from flux.ops.grouped_wgrad import add_expert_grads, expert_grads, uses_kernel
 

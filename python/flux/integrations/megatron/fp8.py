@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from flux.fp8.scales import OUT
 from flux.layers import Fp8
-from flux.ops._scales import OUT
 
 try:
     # Megatron enters contexts of Transformer Engine around the layers that multiply in fp8. Without it there

@@ -14,10 +14,11 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from flux._log import say_once
+from flux.calls import argument_types
 from flux.integrations.megatron import fp8
 from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
-from flux.ops import _arguments, autocast
+from flux.ops import autocast
 from flux.ops.workspaces import expect_graphs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,7 +74,7 @@ def save_gathered_inputs(model: torch.nn.Module, save: SaveGathered = "auto") ->
         )
         save_gathered_inputs(layer, "auto")
     """
-    _arguments.flag_or_auto("save_gathered_inputs", "save", save)
+    argument_types.flag_or_auto("save_gathered_inputs", "save", save)
     for module in model.modules():
         if isinstance(module, FluxColumnParallelLinear):
             module.flux_saves_gathered = save

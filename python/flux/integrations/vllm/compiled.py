@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 
 import flux
 from flux import _invariance
+from flux.fp8.scales import Scaling
 from flux.integrations.vllm import uses
 from flux.integrations.vllm.gemms import settle_gemms
 from flux.integrations.vllm.graph import (
@@ -40,9 +41,8 @@ from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
 from flux.integrations.vllm.unshard import unshard
-from flux.ops._scales import Scaling
+from flux.ops.explain import current_device, why_unfused
 from flux.ops.gemm import SERVED_TOKENS
-from flux.ops.plan import current_device, why_unfused
 from flux.ops.workspaces import rank_and_size
 
 # In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.

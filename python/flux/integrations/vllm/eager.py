@@ -18,7 +18,7 @@ import flux
 from flux.integrations.vllm.op import plain, plain_if_any
 from flux.integrations.vllm.rows import linear_of_own_rows, own_rows
 from flux.ops.gemm_ar import row_norm
-from flux.ops.plan_ar import VECTOR
+from flux.plan.sums import VECTOR
 
 Tensor = torch.Tensor
 _Subclass: Any = torch.Tensor  # parts of it are not typed

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from flux.fp8.scales import BLOCK
 from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
-from flux.ops._scales import BLOCK
 
 # Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks.
 FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}

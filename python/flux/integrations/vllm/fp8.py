@@ -20,8 +20,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
+from flux.fp8.scales import BLOCK, OUT, Scaling
 from flux.integrations.vllm.op import quantised_rows, scaled_linear
-from flux.ops._scales import BLOCK, OUT, Scaling
 
 Tensor = torch.Tensor
 _METHODS = (Fp8LinearMethod, CompressedTensorsLinearMethod)

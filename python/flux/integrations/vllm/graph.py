@@ -12,7 +12,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from flux.integrations.vllm import op  # noqa: F401  (defines the operators)
-from flux.ops.plan_ar import VECTOR
+from flux.plan.sums import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten

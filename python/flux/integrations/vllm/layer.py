@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.platforms import current_platform
 
 from flux import _invariance
+from flux.fp8.scales import Scaling
 from flux.integrations.vllm import compiled, eager, gemms, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
@@ -27,9 +28,8 @@ from flux.integrations.vllm.thresholds import (
     over_fusion_from,
     sums,
 )
-from flux.ops._scales import Scaling
+from flux.ops.explain import current_device, why_unfused
 from flux.ops.gemm import SERVED_TOKENS
-from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
 _KIND = "row-parallel linear"

@@ -20,14 +20,14 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.platforms import current_platform
 
 from flux import _invariance
+from flux.fp8.scales import BLOCK, Scaling
 from flux.integrations.vllm import compiled, expert_rows, layer
 from flux.integrations.vllm.experts import Scales, experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import NEVER, report, setting, tell
 from flux.integrations.vllm.thresholds import ALIGNMENT, experts_from, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
-from flux.ops._scales import BLOCK, Scaling
-from flux.ops.plan import current_device
+from flux.ops.explain import current_device
 
 _NAME = "MoERunner"
 _KIND = "MoE"

@@ -13,10 +13,10 @@ import torch
 
 import flux
 from flux import _invariance
+from flux.calls.dispatch import PASSED_BY, needs_no_python
+from flux.fp8.scales import Scaling, is_by_block
 from flux.ops import gemm, gemm_ar
-from flux.ops._library import PASSED_BY, needs_no_python
-from flux.ops._scales import Scaling, is_by_block
-from flux.ops.plan import why_unfused
+from flux.ops.explain import why_unfused
 
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
@@ -284,7 +284,7 @@ _op: Any = torch.ops.flux_vllm.linear_all_reduce.default
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor without a class whose __torch_function__ Python would have to call. flux repeats calls
-    without Python (flux.comm.known) only if no tensor has one.
+    without Python (flux.comm.repeat) only if no tensor has one.
     """
     if needs_no_python(tensor):
         return tensor

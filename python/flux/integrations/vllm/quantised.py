@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from flux.fp8.scales import BLOCK
 from flux.integrations.vllm.graph import call, value
-from flux.ops._scales import BLOCK
 
 _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from flux.fp8.scales import Scaling
 from flux.integrations.vllm.expert_rows import MADE
 from flux.integrations.vllm.graph import argument_of, norm_behind, norm_operators, value
 from flux.integrations.vllm.op import scaling_of
 from flux.integrations.vllm.report import NEVER
-from flux.ops._scales import Scaling
-from flux.ops.plan_ar import VECTOR
+from flux.plan.sums import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
 # Sums that lose, because they need two gathers that no GEMM hides, for each that wins, because it needs none.

@@ -23,7 +23,7 @@ import torch
 from flux import _invariance
 from flux._files import Count, Positive, Size, parse, read_json
 from flux.integrations.vllm.report import NEVER, setting, tell
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES
+from flux.plan.sums import MAX_EXCHANGE_BYTES
 from flux.tuning import store
 from flux.tuning.machine import Machine, of_device, of_result
 

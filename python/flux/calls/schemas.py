@@ -6,14 +6,9 @@ Uses plain ``Library.impl``, because the dispatch of ``custom_op`` takes too muc
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-
-from flux.comm import known, registry
-from flux.comm.group import process_group
 
 _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
@@ -229,91 +224,3 @@ library.define("_prepare() -> ()")
 library.define("_launch_table() -> int")
 library.define("_keep() -> ()")
 library.define("_kept() -> int[]")
-
-PLAIN_TENSORS = frozenset(known.plain_types)  # before needs_no_python adds to them
-# The __torch_function__ of a class of tensors that torch passes by.
-PASSED_BY: Any = torch._C._disabled_torch_function_impl
-
-
-def needs_no_python(tensor: torch.Tensor) -> bool:
-    """Whether torch calls no Python for operators on tensors of this class. Then flux repeats calls with them
-    (flux.comm.known).
-    """
-    of = type(tensor)
-    if of in known.plain_types:
-        return True
-    if of.__torch_function__ is not PASSED_BY or of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    known.plain_types.append(of)
-    return True
-
-
-@functools.cache
-def takes(op: str, name: str) -> bool:
-    """Whether the kernel of an operator has an argument of that name, such as "scale_x" for fp8 operands."""
-    packet: Any = getattr(torch.ops.flux, "_" + op.replace(".", "_"), None)
-    return packet is not None and any(argument.name == name for argument in packet.default._schema.arguments)
-
-
-def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of the tensors needs a gradient: then the call must go through torch's dispatcher."""
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in tensors:  # noqa: SIM110  (a generator takes more host time than the rest)
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
-
-
-def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us of host time.
-
-    False while torch traces, compiles, transforms or differentiates in forward mode, under a dispatch mode or
-    autocast, and for tensors that are not plain and dense.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    for tensor in (x, *others):
-        if tensor is None:
-            continue
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
-            return False
-        if tensor.is_nested or tensor.is_neg():
-            return False
-    return (
-        x is not None
-        and x.is_cuda
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and not torch._C._is_any_autocast_enabled()
-    )
-
-
-def dispatch(
-    group_name: str,
-    device: torch.device,
-    op: Any,
-    op_out: Any,
-    arguments: tuple[Any, ...],
-    out: Any = None,
-    scaling: tuple[Any, ...] = (),
-) -> Any:
-    """Calls a collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
-    scaling: the last arguments, after `out`.
-
-    No other thread's call comes between the operator and autograd's work after it. Returns `out` if given.
-    """
-    if not torch.compiler.is_compiling():
-        fn = op if out is None else functools.partial(_returning_out, op_out, out, len(arguments))
-        group = process_group(group_name)
-        return registry.in_turn(group, device, fn, *arguments, *scaling, holds=True)
-    if out is None:
-        return op(*arguments, *scaling)
-    op_out(*arguments, out, *scaling)
-    return out
-
-
-def _returning_out(op_out: Any, out: Any, count: int, *arguments: Any) -> Any:
-    op_out(*arguments[:count], out, *arguments[count:])
-    return out

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from flux import _native
+from flux._memory import wide_type
 from flux.comm.cpu import CpuWorkspace
-from flux.ops import _ag_gemm_parts as parts
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import WideWeight
 from flux.ops import all_gather as gather
-from flux.ops._product import WideWeight
-from flux.ops._scales import Scales
-from flux.ops._tensors import wide_type
-from flux.ops.plan import Plan
+from flux.ops.ways import ag_gemm as ag_gemm_ways
+from flux.plan.choose import Plan
 
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
@@ -32,7 +32,7 @@ def run(
     scales: Sequence[Scales],
 ) -> None:
     """Writes the products to `outs`, and the rows of all ranks, and their scales, to `gathered`."""
-    rows = parts.Rows(x, scales)
+    rows = ag_gemm_ways.Rows(x, scales)
     arrivals = gather.Arrivals(workspace, call, epoch, rows.sent)
     of_weights = scales or (None,) * len(weights)
     for plan, weight, bias, out, scale in zip(plans, weights, biases, outs, of_weights, strict=True):
@@ -48,7 +48,7 @@ def run(
 
 def _compute(
     arrivals: gather.Arrivals,
-    sent: parts.Rows,
+    sent: ag_gemm_ways.Rows,
     rank: int,
     plan: Plan,
     weight: torch.Tensor,

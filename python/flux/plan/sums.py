@@ -10,8 +10,7 @@ import torch
 
 from flux import _invariance, _native
 from flux.comm.workspace import round_up
-from flux.ops import _invariant
-from flux.ops.plan import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen
+from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen, select_tile
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
@@ -87,7 +86,7 @@ def _exchange_if_it_fits(problem: PlanInput, reason: str, *, norm: bool) -> Plan
 
 
 def _by_exchange(problem: PlanInput, reason: str, *, norm: bool) -> Plan:
-    choice = _invariant.select("gemm_ar", problem)
+    choice = select_tile("gemm_ar", problem)
     two_launches = problem.on_gpu and not choice.sums_in_launch
     exchange = _exchanged(problem, alone=two_launches, norm=norm)
     reason += f"; {exchange.pop('reason')}"

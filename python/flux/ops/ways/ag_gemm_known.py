@@ -1,4 +1,4 @@
-"""AllGather+GEMM as a call that C++ repeats (flux.comm.known)."""
+"""AllGather+GEMM as a call that C++ repeats (flux.comm.repeat)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from flux import _invariance
-from flux.comm import known
+from flux._memory import in_place
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
-from flux.ops._scales import Scales
-from flux.ops._tensors import in_place
+from flux.fp8.scales import Scales
 
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
-_OP = known.operator()
+_OP = repeat.operator()
 
 
 def given(
@@ -28,7 +28,7 @@ def given(
     scaling: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
     """The arguments of a call: x is number 4; weights, biases, with `scaling` the scales of x, those of the
-    weights and two options, and outs follow. scaling: as _scales.arguments returns it, with a list of scales.
+    weights and two options, and outs follow. scaling: as fp8.arguments returns it, with a list of scales.
     """
     if scaling:
         scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
@@ -37,12 +37,12 @@ def given(
 
 
 def recipe(
-    arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool, within: known.Recipe | None = None
-) -> known.Recipe:
+    arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool, within: repeat.Recipe | None = None
+) -> repeat.Recipe:
     """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales. within: of the
     call that this one is a part of.
     """
-    made = known.Recipe(*arguments, within=within)
+    made = repeat.Recipe(*arguments, within=within)
     first = 5 + 2 * count + (count + 3 if scaled else 0)
     for number, out in enumerate(outs, first):
         made.returns(out, like=4, argument=number if number < len(arguments) else None)
@@ -51,7 +51,7 @@ def recipe(
 
 def remember(
     workspace: CudaWorkspace,
-    recipe: known.Recipe,
+    recipe: repeat.Recipe,
     enqueue: Callable[[], None],
     operands: Sequence[tuple[torch.Tensor | None, ...]],
     scales: Sequence[Scales],

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flux._log import say_once
-from flux.ops._product import product
-from flux.ops._scales import Scales
-from flux.ops._tensors import aligned
+from flux._memory import aligned
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import product
 
 Tensor = torch.Tensor
 _ALIGNMENT = 16  # of n and k, in elements

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from flux.ops._fail import fail as fail
-from flux.ops._scales import FP8, Scales, result_dtype
-from flux.ops._tensors import wide_type
+from flux._memory import wide_type
+from flux.errors import fail as fail
+from flux.fp8.scales import FP8, Scales, result_dtype
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -5,31 +5,26 @@ Plans depend only on facts that are equal on all ranks of a group, so all ranks 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from flux import _env, _invariance, _native
-from flux.comm import cuda, registry
-from flux.comm import group as groups
+from flux import _env, _native
+from flux._invariance import demanded
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Workspace, expecting_graphs
-from flux.ops import _check, _gate
-from flux.ops._library import takes
-from flux.ops._plan import RUNS, SUMS
-from flux.ops._plan import Plan as Plan
-from flux.ops._plan import PlanInput as PlanInput
-from flux.ops._scaled_mm import why_not_torchs
-from flux.ops._scales import BLOCK, FP8, Scaling, check_how, kind_of
-from flux.tuning import store
+from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs
+from flux.fp8.scales import BLOCK, Scaling
+from flux.fp8.torch_product import why_not_torchs
+from flux.plan.plan import RUNS, SUMS
+from flux.plan.plan import Plan as Plan
+from flux.plan.plan import PlanInput as PlanInput
 from flux.tuning.facts import WAYS as ALL_WAYS
 from flux.tuning.facts import Model, Modelled, choose, scaled
 
-OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
 _ELEMENTS = ("all_gather", *SUMS)
 # The operators that one is made of, where it may also run them one after the other.
@@ -56,6 +51,13 @@ _IN_16_BITS = {
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
+
+
+@functools.cache
+def takes(op: str, name: str) -> bool:
+    """Whether the kernel of an operator has an argument of that name, such as "scale_x" for fp8 operands."""
+    packet: Any = getattr(torch.ops.flux, "_" + op.replace(".", "_"), None)
+    return packet is not None and any(argument.name == name for argument in packet.default._schema.arguments)
 
 
 def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
@@ -117,6 +119,38 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
         "time_us": choice.time_us,
         "candidates": tuple(choice.candidates),
     }
+
+
+# The tile shape that serves any number of rows is the one that the cost model prefers for this number. It is
+# between decoding, for which narrower tiles would use more SMs, and prefill, for which wider ones are faster.
+_TYPICAL_ROWS = 512
+_TYPICAL_RANKS = 2
+_NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/select.h); K is not split
+
+
+def select_tile(op: str, problem: PlanInput) -> Any:
+    """The tile shape and raster of a GEMM: the cost model's choice, or one tile shape for any m."""
+    core, config = _native.core, -1
+    shape, transposed, sms = (problem.m, problem.n, problem.k), problem.transpose_weight, problem.sms
+    how: dict[str, Any] = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
+    how |= problem.operands
+    if demanded():
+        typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
+        tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms, **problem.operands).config
+        config = tile | _NO_CLUSTER
+    select = getattr(core, f"select_{op}")
+    return select(*shape, transposed, num_sms=sms, config=config, **how)
+
+
+def require(plan: Plan) -> None:
+    """Raises NotInvariant if a call must be batch invariant, and its plan is not.
+
+    Ranks have equal plans, so all raise. Called before anything is exchanged.
+    """
+    if plan.batch_invariant and not plan.fused and plan.m * plan.n > 0:
+        raise NotInvariant(
+            f"{plan.op}: batch_invariant: expected a call that runs fused, got an unfused one: {plan.reason}"
+        )
 
 
 # By operator, and by operator and way for those that a measurement may prefer; the modules of the planners
@@ -290,147 +324,3 @@ def carried_by(workspace: Workspace, plan: Plan) -> Plan:
     why = "because CUDA graphs capture its calls" if captured else "with CUDA_LAUNCH_BLOCKING=1"
     transport = f"{workspace.transport} (no copy engines, {why})"
     return replace(plan, copied=False, transport=transport)
-
-
-def explain(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype = torch.bfloat16,
-    group: groups.GroupLike = None,
-    transpose_weight: bool = False,
-    *,
-    scales: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    accumulate: str = "promoted",
-) -> Plan:
-    """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
-
-    Decides for the current CUDA device if there is one, else for CPU tensors. Not a collective: before the
-    group's first call it cannot know whether the peers can be reached, and says so in `reason`.
-
-    Args:
-        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm" (with norm_weight), "all_reduce" or
-            "reduce_scatter".
-        m: rows of x on one rank; for ag_gemm the gathered rows.
-        n: columns of the result on one rank: for ag_gemm this rank's part of N. Of all_reduce and
-            reduce_scatter the columns of x.
-        k: columns of x on one rank: for gemm_rs and gemm_ar this rank's part of K. Nothing for all_reduce and
-            reduce_scatter.
-        dtype: of x.
-        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
-        transpose_weight: weight is [k, n].
-        scales: of a float8 dtype: "tensor", "row" (of rows and columns) or "block".
-        out_dtype, accumulate: with `scales`, as in flux.gemm.
-
-    Returns:
-        The plan; printing it explains it.
-
-    Raises:
-        ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
-            ranks where these share rows.
-
-    Example::
-
-        plan = flux.explain("gemm_rs", m=1024, n=1024, k=256, dtype=torch.float32)
-        print(plan)
-        assert plan.fused or plan.reason
-    """
-    if op not in OPS:
-        _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
-    how = {"scales": scales, "out_dtype": out_dtype, "accumulate": accumulate}
-    _gate.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight, **how)
-    for name, size in (("m", m), ("n", n), ("k", k)):
-        if size < 0:
-            _check.fail("explain", name, "a size", size)
-    scaling = _scaling(op, dtype, scales, out_dtype, accumulate)
-    device = current_device()
-    process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
-    world_size = 1 if process_group is None else process_group.size()
-    if op in ("gemm_rs", "ag_gemm", "reduce_scatter") and m % world_size:
-        _check.fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
-    if process_group is not None and world_size > 1:
-        workspace = registry.find(process_group, device)
-        if workspace is not None:
-            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
-    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size, scaling)
-
-
-def _scaling(
-    op: str, dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
-) -> Scaling | None:
-    """Checks the arguments of explain that describe operands."""
-    if dtype not in FP8:
-        if dtype not in _check.FLOATING:
-            _check.fail("explain", "dtype", "bfloat16, float16, float32, float64 or a float8", dtype)
-        for name, value in (("scales", scales), ("out_dtype", out_dtype)):
-            if value is not None:
-                _check.fail("explain", name, f"None, as the dtype is {dtype}", value)
-        return None
-    if scales not in ("tensor", "row", "block"):
-        _check.fail("explain", "scales", f"tensor, row or block, as the dtype is {dtype}", scales)
-    check_how("explain", out_dtype or torch.bfloat16, accumulate)
-    return Scaling(kind_of(op, scales), out_dtype or torch.bfloat16, accumulate == "fast")
-
-
-def why_unfused(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group_name: str,
-    transpose_weight: bool = False,
-    scaling: Scaling | None = None,
-) -> str | None:
-    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
-
-    Takes some microseconds for a known problem. Arguments are not checked; they must be those of a call
-    that its operator accepts.
-    """
-    group = groups.process_group(group_name)
-    workspace = registry.find(group, device)
-    if workspace is not None:
-        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
-    else:
-        remembered = _remembered_plans[_invariance.active()]
-        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size(), scaling)
-    return None if plan.fused else plan.reason
-
-
-def _plan_without_workspace(
-    op: str,
-    device: torch.device,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    scaling: Scaling | None = None,
-) -> Plan:
-    """The plan before a group's first call, when no workspace exists."""
-    num_sms, why_not = 0, None
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        why_not = cuda.why_not(device)
-    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
-    problem = replace(problem, tuning=store.local(device), scaling=scaling)
-    if world_size == 1 and op not in SUMS:
-        return planned("gemm", problem)
-    transport = "not known before the group's first call, when the ranks ask each other"
-    return planned(op, replace(problem, transport=transport))
-
-
-# Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:
-# for calls that must be batch invariant.
-_remembered_plans = [lru_cache(maxsize=4096)(_plan_without_workspace) for _ in (False, True)]
-
-
-def current_device() -> torch.device:
-    """Default device of explain and reserve: the current GPU, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -11,13 +11,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.fp8.scales import Scales, of_slice
 from flux.ops import all_gather as gather
 from flux.ops import gemm_rs as gemm_scatter
 from flux.ops import reduce_scatter as scatter
-from flux.ops import two_level
-from flux.ops._scales import Scales, of_slice
-from flux.ops.plan import Plan, workspace_plan
-from flux.ops.plan_nodes import padded
+from flux.ops.ways import two_level
+from flux.plan.choose import Plan, workspace_plan
+from flux.plan.nodes import padded
 
 Tensor = torch.Tensor
 

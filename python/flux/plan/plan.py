@@ -9,8 +9,8 @@ import torch
 
 from flux import _invariance, _native
 from flux.comm.topology import Links, Topology
-from flux.ops._scales import Scaling
-from flux.ops.levels import TwoLevel
+from flux.fp8.scales import Scaling
+from flux.plan.network_model import TwoLevel
 from flux.tuning.facts import NO_FACTS, Tuning
 
 # Operators whose x is [m, n].

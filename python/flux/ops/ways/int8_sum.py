@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
+from flux._memory import readable, writable
+from flux.calls import checks
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same, Workspace, round_up
-from flux.ops import _check, _scales, quantize
-from flux.ops._records import Records
-from flux.ops._tensors import readable, writable
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, VECTOR
+from flux.fp8 import scales as fp8
+from flux.fp8.packed_rows import Records
+from flux.ops import quantize
+from flux.plan.sums import MAX_EXCHANGE_BYTES, VECTOR
 
 Tensor = torch.Tensor
 WIRES = ("int8",)
@@ -33,9 +35,9 @@ def check(op: str, wire: object, dtype: torch.dtype) -> None:
     if wire is None:
         return
     if wire not in WIRES:
-        _check.fail(op, "wire", "None or 'int8'", repr(wire))
-    if dtype not in _scales.OUT:
-        _check.fail(op, "wire", f"None for sums of {dtype}", repr(wire))
+        checks.fail(op, "wire", "None or 'int8'", repr(wire))
+    if dtype not in fp8.OUT:
+        checks.fail(op, "wire", f"None for sums of {dtype}", repr(wire))
 
 
 def same(wire: str | None) -> Same:
@@ -75,7 +77,7 @@ def _why_not(workspace: Workspace, rows: int, n: int) -> str | None:
 def rows_at_once(n: int, world_size: int) -> int:
     """The most rows of n elements that ranks exchange in one launch."""
     of_groups: int = _native.core.int8_scatter_bytes(1, VECTOR, world_size)  # of up to four
-    return MAX_EXCHANGE_BYTES // of_groups * 4 // -(-n // _scales.BLOCK)
+    return MAX_EXCHANGE_BYTES // of_groups * 4 // -(-n // fp8.BLOCK)
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def spread(scale: Tensor, n: int) -> Tensor:
     """Scales [rows, n / 128] for each element [rows, n]."""
-    return scale.repeat_interleave(_scales.BLOCK, 1)[:, :n]
+    return scale.repeat_interleave(fp8.BLOCK, 1)[:, :n]
 
 
 def dequantised(q: Tensor, scale: Tensor) -> Tensor:

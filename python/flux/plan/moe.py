@@ -8,9 +8,9 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
-from flux.ops._records import records_of
-from flux.ops._scales import Scaling
-from flux.ops.plan import can_run_fused, problem_of
+from flux.fp8.packed_rows import records_of
+from flux.fp8.scales import Scaling
+from flux.plan.choose import can_run_fused, problem_of
 from flux.tuning.facts import Tuning, choose
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.

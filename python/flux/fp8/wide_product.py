@@ -4,11 +4,13 @@ of the CPU path, for operands with and without scales.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from flux.ops import _invariant
-from flux.ops._scales import BLOCK, Scales, of_elements
-from flux.ops._tensors import wide_type
+from flux._invariance import demanded
+from flux._memory import wide_type
+from flux.fp8.scales import BLOCK, Scales, of_elements
 
 Tensor = torch.Tensor
 
@@ -26,14 +28,17 @@ class WideWeight:
         """x [rows, k] · some columns of the weight, in the wide type. scale: canonical, of these rows."""
         weight = self._weight[:, columns]
         if scale is None or self._scale is None:
-            return _invariant.product(x.to(weight.dtype), weight)
+            return _mm(x.to(weight.dtype), weight)
         of_rows, of_columns = of_elements(scale, x.shape[0]), self._scale[columns]
         step = BLOCK if of_rows.shape[1] > 1 else max(x.shape[1], 1)
         total = torch.zeros(x.shape[0], weight.shape[1], dtype=weight.dtype, device=x.device)
         for block in range(of_rows.shape[1]):
             part = slice(block * step, (block + 1) * step)
-            product = _invariant.product(x[:, part].to(weight.dtype), weight[part])
-            total += product * of_rows[:, block, None] * of_columns[:, block]
+            total += (
+                _mm(x[:, part].to(weight.dtype), weight[part])
+                * of_rows[:, block, None]
+                * of_columns[:, block]
+            )
         return total
 
 
@@ -49,3 +54,18 @@ def product(
     if scales is None:
         return WideWeight(weight, transpose_weight).times(x)
     return WideWeight(weight, transpose_weight, scales.w).times(x, scale=scales.x)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), of x [m, ...] on a CPU; if calls must be batch invariant, computed row by row.
+
+    torch's functions for CPUs add in an order that may depend on the number of rows, and on alignment.
+    """
+    if not demanded() or x.shape[0] <= 1:
+        return function(x)
+    return torch.cat([function(x[i : i + 1].clone()) for i in range(x.shape[0])])
+
+
+def _mm(x: Tensor, w: Tensor) -> Tensor:
+    """x [m, k] · w [k, n] on a CPU."""
+    return by_rows(lambda rows: torch.mm(rows, w), x)

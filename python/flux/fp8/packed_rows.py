@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flux.comm.workspace import round_up
-from flux.ops._scales import Scaling, of_elements
+from flux.fp8.scales import Scaling, of_elements
 
 Tensor = torch.Tensor
 _ALIGNMENT = 16

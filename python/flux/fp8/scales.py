@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flux.ops._fail import fail
+from flux.errors import fail
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,7 +76,7 @@ class Scales(NamedTuple):
     accumulate: str
 
     def facts(self, weight: Tensor) -> tuple[Any, ...]:
-        """All that `check` depends on, besides the facts of x and the weight; see _check.facts."""
+        """All that `check` depends on, besides the facts of x and the weight; see checks.facts."""
         of_scales = [(scale.shape, scale.dtype, scale.device) for scale in (self.x, self.w)]
         return *of_scales, weight.stride(), self.out_dtype, self.accumulate
 

@@ -9,10 +9,9 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import round_up
-from flux.ops import _invariant
-from flux.ops._records import records_of
-from flux.ops._scales import Scaling
-from flux.ops.plan import PLANNERS, Plan, PlanInput, can_run_fused, chosen
+from flux.fp8.packed_rows import records_of
+from flux.fp8.scales import Scaling
+from flux.plan.choose import PLANNERS, Plan, PlanInput, can_run_fused, chosen, select_tile
 
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 # Number of blocks of rows for which a launch has counters while it pushes (csrc/runtime/symm_buffer.h).
@@ -30,7 +29,7 @@ def plan_gemm(problem: PlanInput) -> Plan:
     fused, reason = can_run_fused("gemm", problem)
     if not fused:
         return problem.plan("gemm", False, reason)
-    return problem.plan("gemm", True, **chosen(_invariant.select("gemm", problem), reason))
+    return problem.plan("gemm", True, **chosen(select_tile("gemm", problem), reason))
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
@@ -39,7 +38,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
     if not fused:
         return problem.plan("gemm_rs", False, reason, transport="torch.distributed.reduce_scatter_tensor")
     m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
-    choice = _invariant.select("gemm_rs", problem)
+    choice = select_tile("gemm_rs", problem)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
     facts = {**chosen(choice, reason), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
     operand_bytes = 2 if problem.scaling is None else 1
@@ -62,7 +61,7 @@ def plan_ag_gemm(problem: PlanInput) -> Plan:
     fused, reason = _can_gather_fused("ag_gemm", problem)
     if not fused:
         return problem.plan("ag_gemm", False, reason, transport="torch.distributed.all_gather_into_tensor")
-    choice = _invariant.select("ag_gemm", problem)
+    choice = select_tile("ag_gemm", problem)
     return problem.plan("ag_gemm", True, **(chosen(choice, reason) | _gathering(problem)))
 
 

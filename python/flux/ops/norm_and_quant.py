@@ -6,13 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flux.comm import known
+from flux._memory import wide_type
+from flux.calls import checks
+from flux.comm import repeat
 from flux.comm.workspace import Same
-from flux.ops import _check
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import by_rows
 from flux.ops import quantize as quantising
-from flux.ops._library import takes
-from flux.ops._norm import row_norm
-from flux.ops._scales import Scales
+from flux.plan.choose import takes
 
 Tensor = torch.Tensor
 Quant = Literal["tensor", "token", "group128"]
@@ -39,10 +40,10 @@ class End(NamedTuple):
 
     def checked(self, op: str, n: int, x: Tensor, scales: Scales | None = None) -> End:
         """Checks the arguments for a sum [..., n]; returns them with the epsilon as a number."""
-        eps = _check.norm_args(op, self.norm_weight, self.eps, n, x, scales)
+        eps = checks.norm_args(op, self.norm_weight, self.eps, n, x, scales)
         if self.quant is not None:
             if self.quant not in QUANTS:
-                _check.fail(op, "quant", f"None or one of {', '.join(QUANTS)}", repr(self.quant))
+                checks.fail(op, "quant", f"None or one of {', '.join(QUANTS)}", repr(self.quant))
             quantising.checked(op, x, self.quant, self.quant_scale, self.ue8m0, _E4M3, "quant_scale")
         return self._replace(eps=eps)
 
@@ -105,9 +106,9 @@ class End(NamedTuple):
         }
 
     def remembered(
-        self, recipe: known.Recipe, out: Tensor, made: Made | None, out_argument: int, quant_scale: int
+        self, recipe: repeat.Recipe, out: Tensor, made: Made | None, out_argument: int, quant_scale: int
     ) -> tuple[int, int, list[int]]:
-        """What a launch of a call that is to be known writes (flux.comm.known).
+        """What a launch of a call that is to be known writes (flux.comm.repeat).
 
         Args:
             out: the sum, as the call returns it.
@@ -118,18 +119,18 @@ class End(NamedTuple):
             The operands `out` and `residual_out` of the kernel, and those of the quantisation.
         """
         if made is None:
-            return recipe.returns(out, like=2, argument=out_argument), known.ABSENT, []
+            return recipe.returns(out, like=2, argument=out_argument), repeat.ABSENT, []
         found = self.of(out, made)
         if self.quant is None:
             return recipe.returns(found[0], like=2), recipe.returns(out, like=2), []
         q, scale, total = (recipe.returns(result, like=2) for result in found[:3])
         keep = recipe.returns if self.return_norm else recipe.allocates
         norm = keep(made.normalised.view(out.shape), like=2)
-        parts = known.ABSENT if made.parts is None else recipe.allocates(made.parts, like=2)
+        parts = repeat.ABSENT if made.parts is None else recipe.allocates(made.parts, like=2)
         return norm, total, [q, scale, quant_scale, parts]
 
     def follows(
-        self, recipe: known.Recipe, out: Tensor, found: Any, out_argument: int, quant_scale: int
+        self, recipe: repeat.Recipe, out: Tensor, found: Any, out_argument: int, quant_scale: int
     ) -> None:
         """As `remembered`, for a call whose launches end with the sum, and torch makes `found` of it."""
         if self.norm_weight is None:
@@ -185,12 +186,31 @@ def check(op: str, norm_weight: Tensor | None, out: Tensor | None, quantised: tu
     """Checks that arguments of a public function go together."""
     if norm_weight is not None and out is not None:
         several = "several tensors" if quantised else "two tensors"
-        _check.fail(op, "out", f"None with norm_weight, which returns {several}", "a tensor")
+        checks.fail(op, "out", f"None with norm_weight, which returns {several}", "a tensor")
     if not quantised:
         return
     if quantised[0] is None:
         _, quant_scale, ue8m0, _ = quantised
         name = "quant_scale" if quant_scale is not None else "ue8m0" if ue8m0 else "return_norm"
-        _check.fail(op, name, "the default without quant", "another value")
+        checks.fail(op, name, "the default without quant", "another value")
     if norm_weight is None:
-        _check.fail(op, "quant", "None without norm_weight (flux.quantize quantises a sum)", quantised[0])
+        checks.fail(op, "quant", "None without norm_weight (flux.quantize quantises a sum)", quantised[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x²) + eps) * weight, the mean over the last dimension (arXiv 1910.07467).
+
+    In fp32 (float64: in float64), rounded once.
+    """
+    wide = x.to(wide_type(x.dtype))
+    squares = wide.square().view(wide.shape[:-1].numel(), wide.shape[-1])
+    mean = by_rows(lambda rows: rows.mean(-1, keepdim=True), squares)
+    scale = torch.rsqrt(mean.view(*wide.shape[:-1], 1) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def row_norm(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm by the fastest way on total's device."""
+    if total.is_cuda:  # one kernel there; the same sum in fp32 and the same one rounding
+        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
+    return rms_norm(total, weight, eps)

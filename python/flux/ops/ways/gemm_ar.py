@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux.comm import known
+from flux._memory import aligned, in_place, readable_if_any, writable
+from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same
-from flux.ops import _end as ends
-from flux.ops import _scales
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import product as of_wide
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs as scatter
-from flux.ops._end import End, Made
-from flux.ops._exchange import sum_over_ranks
-from flux.ops._product import product as of_wide
-from flux.ops._scales import Scales
-from flux.ops._tensors import aligned, in_place, readable_if_any, writable
-from flux.ops.plan import Plan
+from flux.ops import norm_and_quant
+from flux.ops.norm_and_quant import End, Made
+from flux.ops.ways.exchange import sum_over_ranks
+from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
 _RESIDUAL = 5  # of the arguments of gemm_ar's known calls
@@ -85,9 +85,9 @@ def composed(
     total: Tensor,
     same: Same,
     scales: Scales | None,
-    recipe: known.Recipe | None,
+    recipe: repeat.Recipe | None,
 ) -> None:
-    """total = gemm_rs, then all_gather. recipe: of the call (flux.comm.known) if it has no other launches."""
+    """total = gemm_rs, then all_gather. recipe: of the call if it has no other launches."""
     shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales, within=recipe)
     if residual is not None:
         count, m, n = shard.shape[0], x.shape[0], shard.shape[-1]
@@ -112,14 +112,14 @@ def fused_cuda(
     total: Tensor,
     end: End,
     scales: Scales | None,
-    repeated: tuple[known.Recipe, Tensor] | None = None,
+    repeated: tuple[repeat.Recipe, Tensor] | None = None,
 ) -> Made | None:
-    """Launches the kernel. repeated: recipe (flux.comm.known) and result of a call that is to be known."""
+    """Launches the kernel. repeated: recipe (flux.comm.repeat) and result of a call that is to be known."""
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
     # Large sums take two launches, whose second adds the squares of a row in another order.
     if plan.batch_invariant:
-        end = ends.NONE
+        end = norm_and_quant.NONE
     made = end.in_kernel("gemm_ar", total)
     if residual is not None and residual.data_ptr() == total.data_ptr():
         # The kernels write the product to `target` before they read the residual, so it must not be the same.
@@ -127,13 +127,13 @@ def fused_cuda(
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
     extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
-    how = _scales.for_kernel(x, scales) | end.for_kernel(made)
+    how = fp8.for_kernel(x, scales) | end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
         enqueue = functools.partial(_kernel, *operands, *options, *extras, end.eps, second, **how)
         enqueue()
-    of_scales = _scales.tensors(scales)
+    of_scales = fp8.tensors(scales)
     after = 10 + len(scales or ())  # of the arguments of the recipe: those of the quantisation
     quantised = made is not None and len(made.quantised) > 0
     repeats = (made is not None) == norms and quantised == (end.quant is not None) and target is total
@@ -145,7 +145,7 @@ def fused_cuda(
     ):
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
-        scaled = [10, 11] if of_scales else [known.ABSENT] * 2
+        scaled = [10, 11] if of_scales else [repeat.ABSENT] * 2
         workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant]])
     if target is not total:
         total.copy_(target)

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from flux.comm import known
+from flux.calls import checks
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same, Workspace
-from flux.ops import _check, _scales
+from flux.fp8 import scales as fp8
+from flux.fp8.packed_rows import records_of
+from flux.fp8.scales import Scales
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
-from flux.ops._records import records_of
-from flux.ops._scales import Scales
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -44,7 +45,7 @@ def new_gathered(x: Tensor, world_size: int, scales: Sequence[Scales]) -> list[T
     rows = math.prod(shape[:-1])
     flat = x.new_empty(rows, 1, dtype=torch.float32)
     if columns > 1:
-        flat = _scales.empty_column_major(rows, columns, x)
+        flat = fp8.empty_column_major(rows, columns, x)
     return [gathered, flat.view(*shape[:-1], columns)]
 
 
@@ -59,12 +60,12 @@ def check_outs(
     """Checks the tensors that a call is to write: products, then what is gathered."""
     count, kept = len(shapes), 0 if not return_gathered else 2 if scales else 1
     if len(outs) != count + kept:
-        _check.fail(_OP, "out", f"{count + kept} tensors", f"{len(outs)}")
+        checks.fail(_OP, "out", f"{count + kept} tensors", f"{len(outs)}")
     for i, (out, shape) in enumerate(zip(outs, shapes, strict=False)):
         which = f"[{i}]" if count > 1 else ""
-        _check.out_arg(_OP, out, shape, x, which, scales[0] if scales else None)
+        checks.out_arg(_OP, out, shape, x, which, scales[0] if scales else None)
     if kept:
-        _check.out_arg(_OP, outs[count], [x.shape[0] * world_size, *x.shape[1:]], x, "[gathered]")
+        checks.out_arg(_OP, outs[count], [x.shape[0] * world_size, *x.shape[1:]], x, "[gathered]")
 
 
 def results(
@@ -89,14 +90,14 @@ def results(
         read = (x, *weights, *biases, *(scale for each in scales for scale in each[:2]))
         for i, out in enumerate(written[: count + return_gathered]):
             which = f"[{i}]" if count > 1 else ""
-            _check.separate(_OP, "out" + which, out, *read, *written[:i])
+            checks.separate(_OP, "out" + which, out, *read, *written[:i])
     return written, written[:count], written[count:]
 
 
 def canonical(
     weights: Tensors, transpose_weight: bool, scales: Sequence[Scales]
 ) -> tuple[list[Tensor], bool, list[Scales]]:
-    """As _scales.canonical, for several weights of one x."""
+    """As fp8.canonical, for several weights of one x."""
     found: list[Tensor] = []
     made: list[Scales] = []
     for weight, scale in zip(weights, scales, strict=True):
@@ -172,7 +173,7 @@ def _by_torch(
     if not x.is_cuda:
         plain.run(x, weight, bias, transpose_weight, out, scale)
     elif x.shape[1] > 0 and out.numel() > 0:
-        weight, transpose_weight, scale = _scales.canonical(weight, transpose_weight, scale)
+        weight, transpose_weight, scale = fp8.canonical(weight, transpose_weight, scale)
         plain.unfused(x, weight, bias, transpose_weight, out, scale)
     elif out.numel() > 0:
         out.zero_()
@@ -187,7 +188,7 @@ def copy_gathered(gathered: Tensors, x: Tensor, scales: Sequence[Scales]) -> Non
     gathered[0].copy_(x)
     if scales:
         k, shape = x.shape[-1], gathered[1].shape
-        gathered[1].copy_(_scales.of_elements(scales[0].canonical_x(k), shape[:-1].numel()).view(shape))
+        gathered[1].copy_(fp8.of_elements(scales[0].canonical_x(k), shape[:-1].numel()).view(shape))
 
 
 class Operands(NamedTuple):
@@ -208,7 +209,7 @@ def unfused(operands: Operands) -> None:
     _one_by_one(operands, gather.unfused, _by_torch)
 
 
-def by_flux(workspace: Workspace, operands: Operands, also: Same, recipe: known.Recipe) -> None:
+def by_flux(workspace: Workspace, operands: Operands, also: Same, recipe: repeat.Recipe) -> None:
     """The call as all_gather and gemm. also: as in gemm_rs.call. recipe: of the call."""
     all_gather = functools.partial(gather.call, also=also, within=recipe)
     everybody = _one_by_one(operands, all_gather, functools.partial(plain.run, within=recipe))
@@ -240,5 +241,5 @@ def scale_target(gathered: Tensors) -> list[Tensor]:
     fits = scale.data_ptr() % 16 == 0 and scale.stride(0) == 1
     if columns == 1:
         return [scale[:, 0] if fits else torch.empty_like(scale[:, 0])]
-    like = _scales.empty_column_major(rows, columns, scale)
+    like = fp8.empty_column_major(rows, columns, scale)
     return [scale if fits and scale.stride() == like.stride() else like]

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from flux import _native
-from flux.comm import known
+from flux._memory import in_place, readable, readable_if_any, wide_type, writable
+from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops._end import NONE, End, Made
-from flux.ops._tensors import in_place, readable, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan
-from flux.ops.plan_ar import VECTOR
+from flux.ops.norm_and_quant import NONE, End, Made
+from flux.plan.choose import Plan
+from flux.plan.sums import VECTOR
 
 # Signal words of a peer: its contribution has arrived; its result has arrived.
 _CONTRIBUTION, _RESULT = 0, 1
@@ -72,13 +72,13 @@ def run_fused(
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
     end: End = NONE,
-    repeated: tuple[known.Recipe, torch.Tensor] | None = None,
+    repeated: tuple[repeat.Recipe, torch.Tensor] | None = None,
 ) -> Made | None:
     """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual
     [m, n]. Returns what GPUs have made of the sum in the same launch, and None on CPUs.
 
     Args:
-        repeated: recipe and result of the call, if it is to be known (flux.comm.known). Arguments of the
+        repeated: recipe and result of the call, if it is to be known (flux.comm.repeat). Arguments of the
             recipe: operator, mode, x, residual, norm_weight and out, eps, and those of a quantisation.
     """
     if not isinstance(workspace, CudaWorkspace):

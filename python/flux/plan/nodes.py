@@ -11,10 +11,10 @@ from flux import _invariance, _native
 from flux.comm.nodes.rail import NCCL_CTAS
 from flux.comm.topology import Topology
 from flux.comm.workspace import round_up
-from flux.ops import levels
-from flux.ops.levels import TwoLevel
-from flux.ops.plan import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, VECTOR
+from flux.plan import network_model
+from flux.plan.choose import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
+from flux.plan.network_model import TwoLevel
+from flux.plan.sums import MAX_EXCHANGE_BYTES, VECTOR
 
 # Parts in which the rows of a node may travel in a ReduceScatter. Each copies its rows of x first.
 _PARTS = (1, 2, 4)
@@ -91,7 +91,7 @@ def _pick(
     reason = ""
     if problem.nodes_way == "flat" or forced == "torch":
         reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
-    elif _by_model(problem) and best.us > levels.MARGIN * flat_us > 0:
+    elif _by_model(problem) and best.us > network_model.MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
     if reason:
         return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
@@ -156,7 +156,7 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     of_row = problem.k * problem.dtype.itemsize
     if op == "gemm_rs":
         of_row = problem.n * problem.result_dtype.itemsize
-    across = levels.inside_us(rows * of_row * (ranks - 1) / ranks, links)
+    across = network_model.inside_us(rows * of_row * (ranks - 1) / ranks, links)
     late_us = 0.0
     if op == "ag_gemm":
         # SMs without a tile of own rows start when rows arrive; those of the last wave end the launch.
@@ -184,7 +184,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
             yield from (_Way("blocks", parts, sent) for parts in _PARTS if shard % parts == 0)
             yield _Way("one launch", 1, sent)
             return
-        add = levels.sum_us(block_bytes, nodes)
+        add = network_model.sum_us(block_bytes, nodes)
         own = _launch_us("gemm_rs", problem, m // nodes, free=True)
         for parts in _PARTS:
             if shard % parts:
@@ -192,21 +192,21 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
             first = _launch_us("gemm_rs", problem, m // nodes // parts, free=False)
             later = _launch_us("gemm_rs", problem, m // nodes // parts, free=True)
             copied = (
-                levels.moved_us(m // nodes // parts * problem.k * problem.dtype.itemsize)
+                network_model.moved_us(m // nodes // parts * problem.k * problem.dtype.itemsize)
                 if parts > 1
                 else 0.0
             )
             launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
             transfers = [block_bytes / parts] * len(launches)
-            yield _Way("blocks", parts, sent, levels.scatter_us(launches, transfers, own, add, links))
+            yield _Way("blocks", parts, sent, network_model.scatter_us(launches, transfers, own, add, links))
         whole = _launch_us("gemm_rs", problem, m, free=False)
-        copied = levels.moved_us(m * problem.k * problem.dtype.itemsize)
-        crossing = levels.crossing_us((nodes - 1) * block_bytes, links)
+        copied = network_model.moved_us(m * problem.k * problem.dtype.itemsize)
+        crossing = network_model.crossing_us((nodes - 1) * block_bytes, links)
         yield _Way("one launch", 1, sent, copied + whole + crossing + add)
 
     flat = 0.0
     if problem.on_gpu:
-        flat = levels.flat_us(_gemm_us(problem, problem.sms), m * n * itemsize, topology, links)
+        flat = network_model.flat_us(_gemm_us(problem, problem.sms), m * n * itemsize, topology, links)
     by_blocks = shard >= CPU_BLOCK_ROWS
     parts = next((parts for parts in (4, 2) if shard % parts == 0 and shard >= parts * CPU_PART_ROWS), 1)
     return _pick("gemm_rs", problem, ways(), flat, "blocks" if by_blocks else "one launch", parts)
@@ -237,7 +237,7 @@ def _plan_gather(op: str, problem: PlanInput) -> Plan:
     def launch(rows: int, free: bool) -> float:
         if op == "ag_gemm":
             return _launch_us(op, problem, rows, free)
-        return levels.collective_us(rows * k * itemsize, topology, links)
+        return network_model.collective_us(rows * k * itemsize, topology, links)
 
     def ways() -> Iterable[_Way]:
         if not problem.on_gpu:
@@ -245,16 +245,18 @@ def _plan_gather(op: str, problem: PlanInput) -> Plan:
             return
         own, last = launch(m // nodes, True), launch(m // nodes, False)
         launches = [own] * (nodes - 2) + [last]
-        yield _Way("blocks", 1, sent, levels.gather_us([shard_bytes] * (nodes - 1), launches, own, links))
+        yield _Way(
+            "blocks", 1, sent, network_model.gather_us([shard_bytes] * (nodes - 1), launches, own, links)
+        )
         columns = problem.n if op == "ag_gemm" else k
-        copied = levels.moved_us(m * columns * itemsize)
-        crossing = levels.crossing_us((nodes - 1) * shard_bytes, links)
+        copied = network_model.moved_us(m * columns * itemsize)
+        crossing = network_model.crossing_us((nodes - 1) * shard_bytes, links)
         yield _Way("one launch", 1, sent, crossing + launch(m, False) + copied)
 
     flat = 0.0
     if problem.on_gpu:
         gemm = _gemm_us(problem, problem.sms) if op == "ag_gemm" else 0.0
-        flat = levels.flat_us(gemm, m * k * itemsize, topology, links)
+        flat = network_model.flat_us(gemm, m * k * itemsize, topology, links)
     by_blocks = m // topology.world_size >= CPU_BLOCK_ROWS
     return _pick(op, problem, ways(), flat, "blocks" if by_blocks else "one launch")
 
@@ -276,18 +278,18 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
         if not problem.on_gpu:
             yield from (_Way(name, 1, sent) for name in ("blocks", "one launch"))
             return
-        launch = levels.collective_us(elements // nodes * itemsize, topology, links)
-        add = levels.sum_us(share * itemsize, nodes)
+        launch = network_model.collective_us(elements // nodes * itemsize, topology, links)
+        add = network_model.sum_us(share * itemsize, nodes)
         transfers = [share * itemsize] * (nodes - 1)
-        us = levels.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
+        us = network_model.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
         yield _Way("blocks", 1, sent, us)
         if not _inside_sums_fused("reduce_scatter", problem, topology.ranks, nodes * share):
-            whole = levels.collective_us(elements * itemsize, topology, links)
-            copied = levels.moved_us(elements * itemsize)
-            crossing = levels.crossing_us(sum(transfers), links)
+            whole = network_model.collective_us(elements * itemsize, topology, links)
+            copied = network_model.moved_us(elements * itemsize)
+            crossing = network_model.crossing_us(sum(transfers), links)
             yield _Way("one launch", 1, sent, copied + whole + crossing + add)
 
-    flat = levels.flat_us(0.0, elements * itemsize, topology, links) if problem.on_gpu else 0.0
+    flat = network_model.flat_us(0.0, elements * itemsize, topology, links) if problem.on_gpu else 0.0
     by_blocks = share * itemsize >= CPU_NODE_SUM_BYTES
     return _pick("reduce_scatter", problem, ways(), flat, "blocks" if by_blocks else "one launch")
 
@@ -319,8 +321,8 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
     why_not = _inside_sums_fused("all_reduce", problem, 1, elements)
     ways = []
     if why_not is None:
-        us = levels.collective_us(2 * nbytes, topology, links)
-        us += levels.crossing_us((nodes - 1) * nbytes, links) + levels.sum_us(nbytes, nodes)
+        us = network_model.collective_us(2 * nbytes, topology, links)
+        us += network_model.crossing_us((nodes - 1) * nbytes, links) + network_model.sum_us(nbytes, nodes)
         ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
     for name, sent, columns in (
         ("shards", (nodes - 1) * whole // ranks, padded(elements, topology) // ranks),
@@ -329,14 +331,14 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
         if reason := _inside_sums_fused("reduce_scatter", problem, ranks, columns):
             why_not = why_not or reason
             continue
-        twice = 2 * levels.collective_us(whole, topology, links)
+        twice = 2 * network_model.collective_us(whole, topology, links)
         trips = 1 if name == "shards" else 2
-        crossing = trips * links.latency_us + levels.crossing_us(sent, links) - links.latency_us
-        us = twice + crossing + levels.sum_us(sent, 1)
+        crossing = trips * links.latency_us + network_model.crossing_us(sent, links) - links.latency_us
+        us = twice + crossing + network_model.sum_us(sent, 1)
         ways.append(_Way(name, 1, sent, us))
     if not ways:
         return _refused("all_reduce", problem, why_not or "")
-    flat = levels.flat_us(0.0, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    flat = network_model.flat_us(0.0, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
     return _pick("all_reduce", problem, ways, flat, _cpu_sum(nbytes, ways))
 
 
@@ -357,8 +359,8 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
     gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0
     ways = []
     if nbytes <= MAX_EXCHANGE_BYTES:
-        us = gemm + levels.collective_us(2 * nbytes, topology, links)
-        us += levels.crossing_us((nodes - 1) * nbytes, links) + levels.sum_us(nbytes, nodes)
+        us = gemm + network_model.collective_us(2 * nbytes, topology, links)
+        us += network_model.crossing_us((nodes - 1) * nbytes, links) + network_model.sum_us(nbytes, nodes)
         ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
     for name, ranks in (("shards", topology.ranks), ("composed", topology.world_size)):
         rest = m % ranks
@@ -371,12 +373,12 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
             continue
         tail = (nodes - 1) * rest * row_bytes
         us, sent = _shared_us(name, dealt) if problem.on_gpu else (0.0, _shared_bytes(name, dealt))
-        us += levels.crossing_us(tail, links) + _SMALL_CALL_US if rest else 0.0
+        us += network_model.crossing_us(tail, links) + _SMALL_CALL_US if rest else 0.0
         ways.append(_Way(name, 1, sent + tail, us))
     if not ways:
         reason = f"the sum has {nbytes / 2**20:.0f} MiB, more than an exchange holds, and {m} rows"
         return _refused("gemm_ar", problem, reason)
-    flat = levels.flat_us(gemm, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    flat = network_model.flat_us(gemm, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
     return _pick("gemm_ar", problem, ways, flat, _cpu_sum(nbytes, ways))
 
 
@@ -403,11 +405,11 @@ def _shared_us(name: str, problem: PlanInput) -> tuple[float, int]:
     topology, links = problem.topology, problem.links
     assert topology is not None
     nbytes, sent = problem.m * problem.n * problem.result_dtype.itemsize, _shared_bytes(name, problem)
-    gathered = levels.collective_us(nbytes, topology, links)
+    gathered = network_model.collective_us(nbytes, topology, links)
     if name == "shards":
         launch = _launch_us("gemm_rs", problem, problem.m, free=False)
-        add = levels.sum_us(nbytes / topology.ranks, topology.nodes)
-        return launch + levels.crossing_us(sent, links) + add + gathered, sent
+        add = network_model.sum_us(nbytes / topology.ranks, topology.nodes)
+        return launch + network_model.crossing_us(sent, links) + add + gathered, sent
     parts = [plan_gemm_rs(problem), plan_all_gather(_of_sums(problem))]
     # Each may be flat.
     return sum(plan.candidates[0][1] if plan.candidates else math.inf for plan in parts), sent

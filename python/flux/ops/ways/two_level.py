@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from flux._memory import wide_type
 from flux.comm.nodes.rail import Transfer, shifts
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Topology
 from flux.ops import gemm as plain
-from flux.ops._tensors import wide_type
-from flux.ops.plan import Plan
+from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
 # Takes the rows of one launch from a tensor that has as many rows as what is scattered.

@@ -1,0 +1,1 @@
+"""What all operators' calls have in common: schemas, checks, and the way into torch's dispatcher."""

@@ -1,0 +1,1 @@
+"""fp8 operands: their scales, and products with them."""

@@ -1,0 +1,164 @@
+"""What a call will do, and why: flux.explain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from flux import _invariance
+from flux.calls import argument_types, checks
+from flux.comm import cuda, registry
+from flux.comm import group as groups
+from flux.errors import fail
+from flux.fp8.scales import FP8, Scaling, check_how, kind_of
+from flux.plan.choose import planned, workspace_plan
+from flux.plan.plan import SUMS, Plan, PlanInput
+from flux.tuning import store
+
+OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
+
+
+def explain(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    group: groups.GroupLike = None,
+    transpose_weight: bool = False,
+    *,
+    scales: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "promoted",
+) -> Plan:
+    """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
+
+    Decides for the current CUDA device if there is one, else for CPU tensors. Not a collective: before the
+    group's first call it cannot know whether the peers can be reached, and says so in `reason`.
+
+    Args:
+        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm" (with norm_weight), "all_reduce" or
+            "reduce_scatter".
+        m: rows of x on one rank; for ag_gemm the gathered rows.
+        n: columns of the result on one rank: for ag_gemm this rank's part of N. Of all_reduce and
+            reduce_scatter the columns of x.
+        k: columns of x on one rank: for gemm_rs and gemm_ar this rank's part of K. Nothing for all_reduce and
+            reduce_scatter.
+        dtype: of x.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [k, n].
+        scales: of a float8 dtype: "tensor", "row" (of rows and columns) or "block".
+        out_dtype, accumulate: with `scales`, as in flux.gemm.
+
+    Returns:
+        The plan; printing it explains it.
+
+    Raises:
+        ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
+            ranks where these share rows.
+
+    Example::
+
+        plan = flux.explain("gemm_rs", m=1024, n=1024, k=256, dtype=torch.float32)
+        print(plan)
+        assert plan.fused or plan.reason
+    """
+    if op not in OPS:
+        fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
+    how = {"scales": scales, "out_dtype": out_dtype, "accumulate": accumulate}
+    argument_types.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight, **how)
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if size < 0:
+            fail("explain", name, "a size", size)
+    scaling = _scaling(op, dtype, scales, out_dtype, accumulate)
+    device = current_device()
+    process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
+    world_size = 1 if process_group is None else process_group.size()
+    if op in ("gemm_rs", "ag_gemm", "reduce_scatter") and m % world_size:
+        fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
+    if process_group is not None and world_size > 1:
+        workspace = registry.find(process_group, device)
+        if workspace is not None:
+            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
+    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size, scaling)
+
+
+def _scaling(
+    op: str, dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
+) -> Scaling | None:
+    """Checks the arguments of explain that describe operands."""
+    if dtype not in FP8:
+        if dtype not in checks.FLOATING:
+            fail("explain", "dtype", "bfloat16, float16, float32, float64 or a float8", dtype)
+        for name, value in (("scales", scales), ("out_dtype", out_dtype)):
+            if value is not None:
+                fail("explain", name, f"None, as the dtype is {dtype}", value)
+        return None
+    if scales not in ("tensor", "row", "block"):
+        fail("explain", "scales", f"tensor, row or block, as the dtype is {dtype}", scales)
+    check_how("explain", out_dtype or torch.bfloat16, accumulate)
+    return Scaling(kind_of(op, scales), out_dtype or torch.bfloat16, accumulate == "fast")
+
+
+def why_unfused(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group_name: str,
+    transpose_weight: bool = False,
+    scaling: Scaling | None = None,
+) -> str | None:
+    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
+
+    Takes some microseconds for a known problem. Arguments are not checked; they must be those of a call
+    that its operator accepts.
+    """
+    group = groups.process_group(group_name)
+    workspace = registry.find(group, device)
+    if workspace is not None:
+        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
+    else:
+        remembered = _remembered_plans[_invariance.active()]
+        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size(), scaling)
+    return None if plan.fused else plan.reason
+
+
+def _plan_without_workspace(
+    op: str,
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    scaling: Scaling | None = None,
+) -> Plan:
+    """The plan before a group's first call, when no workspace exists."""
+    num_sms, why_not = 0, None
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        why_not = cuda.why_not(device)
+    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
+    problem = replace(problem, tuning=store.local(device), scaling=scaling)
+    if world_size == 1 and op not in SUMS:
+        return planned("gemm", problem)
+    transport = "not known before the group's first call, when the ranks ask each other"
+    return planned(op, replace(problem, transport=transport))
+
+
+# Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:
+# for calls that must be batch invariant.
+_remembered_plans = [lru_cache(maxsize=4096)(_plan_without_workspace) for _ in (False, True)]
+
+
+def current_device() -> torch.device:
+    """Default device of explain and reserve: the current GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

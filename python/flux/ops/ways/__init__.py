@@ -1,0 +1,1 @@
+"""The ways an operator runs: kernels, parts, torch, nodes, protocols on CPUs. No way imports an operator."""

@@ -1,0 +1,1 @@
+"""How a problem runs, and why. Plans are pure functions of facts that all ranks share."""
