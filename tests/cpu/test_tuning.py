@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux import _files
+from flux import machine as machines
 from flux.comm import registry
 from flux.plan.choose import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
@@ -221,6 +222,10 @@ def test_each_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     here = machine.of_device(torch.device("cuda", 0))
     assert here == Machine("sm_90", 132, 1980.0, 4916.7, None)
+    # Results of bench tell it.
+    properties.name = "a GPU"
+    monkeypatch.setattr(machines, "smi", lambda: [])
+    assert machine.of_result(machines.describe("cuda"), "a result") == here
     assert len(store._shipped(here).facts) > 400
     of_h100 = store._shipped(replace(here, memory_gb_per_s=3352.0))
     assert 0 < len(of_h100.facts) < 400
