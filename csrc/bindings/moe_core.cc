@@ -167,7 +167,6 @@ int slot_row_bytes(int k, int scale_columns) {
 void bind_moe(py::module_& m) {
   using moe::Layout;
   m.attr("MOE_MAX_TOP_K") = moe::kMaxTopK;
-  m.attr("MOE_MAX_ROUTE_EXPERTS") = moe::kMaxRouteExperts;
   py::class_<Layout>(m, "MoeLayout", "How tokens and experts are distributed over the ranks of a group.")
       .def(py::init(&make_layout), py::arg("world_size"), py::arg("rank"), py::arg("ep_size"),
            py::arg("num_experts"), py::arg("top_k"), py::arg("max_tokens"))
@@ -180,6 +179,12 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("local_experts", &Layout::local_experts)
       .def_property_readonly("max_rows", &Layout::max_rows)
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
+      .def("route_fits", &moe::route_fits, py::arg("num_sms"),
+           "Whether they leave enough SMs to kernels of others that wait for peers, such as NCCL's.")
+      .def_property_readonly(
+          "max_route_experts",
+          [](const Layout& self) { return moe::max_route_experts(moe::route_threads(self)); },
+          "Experts on a rank that the routing kernel can count.")
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
       .def("max_tiles", &checked_max_tiles, py::arg("block_m"))

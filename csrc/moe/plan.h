@@ -76,22 +76,34 @@ struct Layout {
 
 // ---- the routing kernel ------------------------------------------------------------------------------------
 
-constexpr int kMaxRouteExperts = 1500;  // experts on one rank, limited by shared memory
 // Threads of a CTA, one token each. Few threads spread the work over more SMs; many are needed if otherwise not all
 // CTAs would be resident.
-constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512;
+constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512, kMostRouteThreads = 1024;
 constexpr int kManyRouteCtas = 100;
+// A launch leaves so many SMs free. Kernels that wait for other ranks, such as NCCL's, take them: without them, a rank
+// whose routing runs and a rank whose NCCL runs would wait for each other.
+constexpr int kSmsOfOthers = 32;
 
 FLUX_HD int route_threads(const Layout& layout) {
-  const int ctas = layout.world_size * ceil_div(layout.max_tokens, kFewRouteThreads);
-  return ctas <= kManyRouteCtas ? kFewRouteThreads : kManyRouteThreads;
+  // With more choices, so many threads have too few registers.
+  const int most = layout.top_k <= 8 ? kMostRouteThreads : kManyRouteThreads;
+  int threads = kFewRouteThreads;
+  while (threads < most && layout.world_size * ceil_div(layout.max_tokens, threads) >= kManyRouteCtas) {
+    threads *= 2;
+  }
+  return threads;
 }
+// Experts on one rank, limited by shared memory.
+FLUX_HD int max_route_experts(int threads) { return threads == kMostRouteThreads ? 750 : 1500; }
 // CTAs for the tokens of each source.
 FLUX_HD int route_chunks(const Layout& layout) {
   return layout.max_tokens > 0 ? ceil_div(layout.max_tokens, route_threads(layout)) : 1;
 }
 // All CTAs: one more computes the tile schedule. All of them must be resident at once.
 FLUX_HD int route_ctas(const Layout& layout) { return layout.world_size * route_chunks(layout) + 1; }
+FLUX_HD bool route_fits(const Layout& layout, int num_sms) {
+  return route_ctas(layout) + kSmsOfOthers <= num_sms;
+}
 // Words of scratch memory: for each CTA the counts of the experts, and a pair of words for each slice. The pairs start
 // at an even word.
 FLUX_HD int64_t route_scratch_words(const Layout& layout) {

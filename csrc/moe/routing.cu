@@ -433,13 +433,15 @@ const Kernel kKernels[] = {
     kernel_for<kFewRouteThreads, 4>(),        kernel_for<kManyRouteThreads, 4>(),
     kernel_for<kFewRouteThreads, 8>(),        kernel_for<kManyRouteThreads, 8>(),
     kernel_for<kFewRouteThreads, kMaxTopK>(), kernel_for<kManyRouteThreads, kMaxTopK>(),
+    kernel_for<kMostRouteThreads, 4>(),       kernel_for<kMostRouteThreads, 8>(),
 };
 
 }  // namespace
 
 void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
            const RoutingArrays& out, float* weights, int32_t* scratch, cudaStream_t stream) {
-  FLUX_CHECK(layout.local_experts() <= kMaxRouteExperts, layout.local_experts());
+  const int threads = route_threads(layout);
+  FLUX_CHECK(layout.local_experts() <= max_route_experts(threads), layout.local_experts());
   FLUX_CHECK(own.tokens <= layout.max_tokens, own.tokens, layout.max_tokens);
   const bool exchanges = layout.world_size > 1 && layout.max_tokens > 0;
   FLUX_CHECK(!exchanges || symm != nullptr, layout.world_size);
@@ -465,7 +467,6 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   params.out = out;
   params.histograms = scratch;
   params.needed = reinterpret_cast<Needed*>(scratch + words + words % 2);
-  const int threads = route_threads(layout);
   const auto* kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const Kernel& k) {
     return k.threads == threads && k.top_k >= layout.top_k;
   });
@@ -480,7 +481,7 @@ void prepare_route() {
   once([] {
     for (const Kernel& kernel : kKernels) {
       FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           kernel.smem_bytes(kMaxRouteExperts)));
+                                           kernel.smem_bytes(max_route_experts(kernel.threads))));
     }
   });
 }

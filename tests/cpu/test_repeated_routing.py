@@ -10,6 +10,7 @@ import torch.distributed as dist
 from repeated import Machine, tensor, tensors_of, told
 
 from flux import moe
+from flux._native import core
 from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
@@ -38,6 +39,17 @@ def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace
     assert name == dispatched and told(after, addresses) == told(before, pointers)
     moe.route(ids, weights, 4, max_tokens=8)
     assert (len(machine.dispatched), len(machine.repeated), len(workspace.known)) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "tokens"), [(1, 2, 99 * 1024), (2, 8, 49 * 1024), (8, 8, 12 * 1024), (8, 16, 12 * 512)]
+)
+def test_routing_leaves_sms_to_kernels_that_wait_for_peers(ranks: int, top_k: int, tokens: int) -> None:
+    for more, fused in ((0, True), (1, False)):
+        layout = core.MoeLayout(ranks, 0, 1, 8, top_k, tokens + more)
+        plan = route_kernel._make_plan(layout, None, 132, "stores")
+        assert plan.fused == fused == (layout.route_ctas <= 132 - 32)
+        assert fused or f"{tokens + 1} tokens on each rank, more than the GPU can count" in plan.reason
 
 
 @pytest.fixture

@@ -88,6 +88,12 @@ def test_large_layouts(tokens: int, experts: int, top_k: int, ep_size: int) -> N
     check(case, choices(case))
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(750, 8), (8, 2)])
+def test_more_tokens_than_few_threads_count(experts: int, top_k: int) -> None:
+    case = MoeCase((60000,), 1, 1, experts, top_k, 1)
+    check(case, choices(case))
+
+
 def test_experts_that_are_named_twice_and_numbers_that_are_nobodys() -> None:
     case = MoeCase((700, 600), 2, 2, 12, 6, 2)
     own = choices(case, wide=True)

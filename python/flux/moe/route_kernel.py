@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 
-from flux import _native
 from flux._memory import in_place
 from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
@@ -34,10 +33,10 @@ def plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
-    if why_not is None and layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
+    if why_not is None and layout.local_experts > layout.max_route_experts:
         why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
-    if why_not is None and layout.route_ctas > num_sms:
-        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count at once"
+    if why_not is None and not layout.route_fits(num_sms):
+        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count beside other kernels"
     m = layout.world_size * layout.max_tokens
     common = (OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
     if why_not is not None:

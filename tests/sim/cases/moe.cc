@@ -36,10 +36,25 @@ void route(uint64_t seed) {
   const int max_tokens = world_size > 2 ? random.between(0, 70) : random.one_of({1, 33, 256, 257, 600});
   const int num_experts =
       ep_size * (max_tokens < 40 && random.below(6) == 0 ? 600 : random.one_of({1, 2, 5, 16, 150}));
-  const Layout layout = {world_size, 0, ep_size, num_experts, top_k, max_tokens};
+  Layout layout = {world_size, 0, ep_size, num_experts, top_k, max_tokens};
   const bool wide = random.below(2) == 0;
+  // In half of the runs, another kernel, such as NCCL's, has the SMs that the plan leaves free until a rank has finished.
+  // The plan refuses what does not fit beside it.
+  Random others(seed);
+  const bool beside = others.below(2) == 0;
+  if (beside && world_size <= 3) layout.max_tokens = 600;
+  const int room = std::max(world_size + 1, route_ctas(layout) - others.between(1, 2));
+  const int num_sms = room + flux::moe::kSmsOfOthers;
+  while (beside && !route_fits(layout, num_sms)) layout.max_tokens -= flux::moe::kFewRouteThreads;
   // All CTAs of the launch must be resident.
   start(seed, world_size, route_ctas(layout) + random.below(3), random);
+  if (beside) {
+    sim::MachineConfig machine = sim::machine.config;
+    machine.resident = num_sms;
+    machine.occupied = flux::moe::kSmsOfOthers;
+    machine.occupied_until = others.below(world_size);
+    sim::reset_machine(machine);
+  }
   std::vector<Choices> calls;
   for (int call = 0; call < kCalls; ++call) {
     Choices& choices = calls.emplace_back(random, layout);
@@ -64,7 +79,7 @@ void route(uint64_t seed) {
   }
   cudaDeviceSynchronize();
   ranks.expect_no_timeout();
-  ranks.expect_rest(world_size > 1 && max_tokens > 0 ? kCalls : 0);
+  ranks.expect_rest(world_size > 1 && layout.max_tokens > 0 ? kCalls : 0);
   for (int rank = 0; rank < world_size; ++rank) {
     for (int call = 0; call < kCalls; ++call) {
       const Choices& choices = calls[static_cast<size_t>(call)];
