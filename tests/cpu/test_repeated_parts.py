@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import product
 from typing import Any
 
 import pytest
@@ -262,3 +263,23 @@ def test_composed_calls_of_two_calls_of_gemm_ar_are_not_a_whole(
     workspace.known.clear()
     flux.gemm_ar(x, weight)
     assert len(workspace.known) == calls == 3, "parts are known alone"
+
+
+EMPTY = [
+    *product(("gemm", "gemm_rs", "ag_gemm", "gemm_ar"), [(0, 16, 64), (8, 0, 64), (8, 16, 0), (0, 0, 0)]),
+    *product(("all_gather", "reduce_scatter", "all_reduce"), [(0, 16, 64), (8, 16, 0)]),
+]
+
+
+@pytest.mark.parametrize(("op", "sizes"), EMPTY)
+def test_nothing_to_compute_launches_nothing(
+    op: str, sizes: tuple[int, int, int], machine: Machine, workspace: CudaWorkspace, in_parts: None
+) -> None:
+    m, n, k = sizes
+    for leading in ((m,), (m, 3), (2, m)):
+        x, more = tensor(*leading, k), {"weight": tensor(n, k)} if "gemm" in op else {}
+        for _ in range(2):
+            [result] = flat(getattr(flux, op)(x, **more))
+            assert result.shape[-1] == (n if more else k) and not result.any()
+            assert workspace.turn.broken_by is None
+    assert not machine.dispatched and not machine.repeated

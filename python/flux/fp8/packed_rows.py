@@ -54,6 +54,8 @@ class Records(NamedTuple):
 
     def scales(self, packed: Tensor) -> Tensor:
         """Their scales [rows, columns]."""
+        if self.columns == 0:  # bytes of no columns cannot be viewed as floats
+            return packed.new_empty(packed.shape[0], 0, dtype=torch.float32)
         end = self._scales_at + _SCALE_BYTES * self.columns
         return packed[:, self._scales_at : end].contiguous().view(torch.float32)
 

@@ -368,7 +368,7 @@ class _Tiles:
         """Computes all tiles. Calls wait(expert, step) before it reads an expert's rows up to that step."""
         limit, columns = self._layout.max_tokens, self._out.shape[1]
         n_tiles = -(-columns // BLOCK_N)
-        for expert, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
+        for expert, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles) if n_tiles else ():
             first = self._offsets[expert] + m_tile * BLOCK_M
             rows = slice(first, min(first + BLOCK_M, self._offsets[expert + 1]))
             slot_rows = self._rows[rows]

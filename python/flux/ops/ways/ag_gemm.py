@@ -44,7 +44,7 @@ def new_gathered(x: Tensor, world_size: int, scales: Sequence[Scales]) -> list[T
     columns = scales[0].scaling(x.shape[-1]).columns(x.shape[-1])
     rows = math.prod(shape[:-1])
     flat = x.new_empty(rows, 1, dtype=torch.float32)
-    if columns > 1:
+    if columns != 1:
         flat = fp8.empty_column_major(rows, columns, x)
     return [gathered, flat.view(*shape[:-1], columns)]
 
