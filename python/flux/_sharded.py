@@ -1,23 +1,34 @@
-"""Modules that hold this rank's slices of whole parameters: initialisation and loading."""
+"""Modules that hold this rank's parts of whole parameters, as DTensors: initialisation, use and loading.
+
+Parameters are DTensors so that what a rank holds says whose part it is: to checkpoints, gradient norms,
+optimizers and FSDP2 (docs/design/decisions.md#parameters-of-layers). torch.distributed.tensor is imported by
+the first module that has such a parameter, because it takes as long as torch's other parts together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flux.comm.group import GroupLike, resolve_group
 
-Init: TypeAlias = Callable[[torch.Tensor], object]
+Tensor = torch.Tensor
+Init: TypeAlias = Callable[[Tensor], object]
+
+# Meshes that flux has made, by their group, the type of their device, and into how many slices they are cut.
+_meshes: dict[tuple[dist.ProcessGroup, str, int], DeviceMesh] = {}
 
 
 class ShardedModule(nn.Module):
-    """Base of modules whose parameters are slices of whole ones, cut over the ranks of a group.
+    """Base of modules whose parameters are parts of whole ones, cut over the ranks of a group.
 
     The group is kept by its name, so that the module can be copied and pickled. A pickled module holds the
-    parameters of its rank; on another rank, load a state dict.
+    parameters of its rank; another rank makes a module of its own and loads a state dict.
 
     Attributes:
         group_name: of the process group.
@@ -29,33 +40,196 @@ class ShardedModule(nn.Module):
         process_group = resolve_group(group, type(self).__name__)
         self.group_name = str(process_group.group_name)
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.register_load_state_dict_pre_hook(_take_own_slices)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(take_own_parts)  # type: ignore[no-untyped-call]
 
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the parameter `name` before it is cut."""
-        raise NotImplementedError
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if dist.is_initialized() and resolve_group(self.group_name, type(self).__name__).rank() != self.rank:
+            raise ValueError(
+                f"{type(self).__name__}: expected a module of this rank, got that of rank {self.rank}; "
+                "load a state dict instead"
+            )
 
-    def own_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole parameter `name`."""
-        raise NotImplementedError
-
-    def _draw(self, name: str, parameter: torch.Tensor) -> None:
-        """Draws the whole parameter `name` and writes this rank's slice of it to `parameter`."""
+    def _draw(self, name: str, part: Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
+        """Draws the whole parameter `name`, of this shape, and writes what `own` selects to `part`."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Draws the parameters again; those on the meta device are left alone.
 
-        Every rank draws the whole tensors and keeps its slices. So with equal seeds on all ranks the model is
+        Every rank draws the whole tensors and keeps its parts. So with equal seeds on all ranks the model is
         the same for every world size, and the ranks' generators stay equal.
         """
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if not parameter.is_meta:
-                    self._draw(name, parameter)
+                    self._draw(name, local(parameter), own_part(parameter), parameter.shape)
 
 
-def fill(op: str, init: Init, whole: torch.Tensor) -> None:
+def mesh_of(group: GroupLike, op: str, device: torch.device, slices: int = 1) -> DeviceMesh:
+    """A mesh of a group's ranks: the one that was given, one of one dimension, or [slices, ranks of each].
+
+    With slices, ranks that need process groups of their own make them: then it is a collective, once.
+    """
+    process_group = resolve_group(group, op)
+    p, kind = process_group.size(), device.type
+    is_cut = 1 < slices < p
+    if isinstance(group, DeviceMesh) and not is_cut:
+        return group
+    if kind == "meta":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    key = process_group, kind, slices if is_cut else 1
+    if key not in _meshes and not is_cut:
+        _meshes[key] = DeviceMesh.from_group(process_group, kind)
+    elif key not in _meshes:
+        ranks = torch.tensor(dist.get_process_group_ranks(process_group)).view(slices, -1)
+        of_slice, place = divmod(process_group.rank(), p // slices)
+        backend = dist.get_backend_config(process_group)
+        groups = [
+            dist.new_group(members.tolist(), backend=backend, use_local_synchronization=True)
+            for members in (ranks[:, place], ranks[of_slice])
+        ]
+        _meshes[key] = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("ep", "tp"))
+    return _meshes[key]
+
+
+def hold(
+    module: nn.Module,
+    name: str,
+    shape: Sequence[int],
+    cuts: Sequence[int | None],
+    group: GroupLike,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    slices: int = 1,
+) -> None:
+    """Adds a parameter to a module: a DTensor with uninitialised memory for this rank's part.
+
+    Args:
+        shape: of the whole parameter; every cut divides evenly.
+        cuts: which dimension of the parameter each dimension of the mesh cuts; None: every rank has all.
+        group, slices: as of mesh_of.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    some = torch.empty(0, device=device, dtype=dtype)
+    mesh, own = mesh_of(group, type(module).__name__, some.device, slices), list(shape)
+    for axis, cut in enumerate(cuts):
+        if cut is not None:
+            own[cut] //= mesh.size(axis)
+    placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
+    placed = _placed(some.new_empty(own), mesh, placements, torch.Size(shape))
+    module.register_parameter(name, nn.Parameter(placed))
+
+
+def _placed(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> Tensor:
+    """A DTensor of this shape, of which this rank has `part`, wherever that lies: from_local would move it to
+    the mesh's type of device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    how: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
+    spec = DTensor.from_local(part.to("meta"), mesh, placements, **how)._spec
+    placed: Any = DTensor
+    return placed(part, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that may be a DTensor, for use without gradients."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def own_part(parameter: Any) -> tuple[slice, ...]:
+    """Which part of a whole parameter this rank has. FSDP2 may have cut it further."""
+    if not is_placed(parameter):
+        return tuple(slice(0, size) for size in parameter.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, begins = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+
+
+def is_placed(tensor: object) -> bool:
+    """Whether a tensor is a DTensor; in eager mode it imports nothing."""
+    if torch.compiler.is_compiling():  # dynamo's tensors do not tell their attributes
+        from torch.distributed.tensor import DTensor
+
+        return isinstance(tensor, DTensor)
+    return hasattr(tensor, "to_local")
+
+
+def is_partial(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor that is a sum over ranks."""
+    return is_placed(tensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def local_parts(parameters: Sequence[Tensor | None], is_sum: bool = False) -> list[Any]:
+    """What this rank has of parameters, for one call. Gradients become DTensors, placed as the parameters.
+
+    Args:
+        is_sum: the gradient of a parameter that all ranks have is the sum of theirs.
+    """
+    placed: list[Any] = [parameter for parameter in parameters if is_placed(parameter)]
+    if not placed:
+        return list(parameters)
+    if torch.compiler.is_compiling():
+        parts = [_traced(parameter, is_sum) for parameter in placed]
+    elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in placed):
+        parts = _Parts.apply(is_sum, *placed)  # type: ignore[no-untyped-call]
+    else:
+        parts = [local(parameter) for parameter in placed]
+    rest = iter(parts)
+    return [next(rest) if is_placed(parameter) else parameter for parameter in parameters]
+
+
+def _traced(parameter: Any, is_sum: bool) -> Tensor:
+    if not is_sum:
+        return parameter.to_local()  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Partial
+
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)  # type: ignore[no-any-return]
+
+
+class _Parts(torch.autograd.Function):
+    """DTensor.to_local of all parameters of a call at once, at a third of its cost."""
+
+    @staticmethod
+    def forward(ctx: Any, is_sum: bool, *parameters: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.is_sum, ctx.like = is_sum, [(type(p), p._spec) for p in parameters]
+        return tuple(p._local_tensor.detach() for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(
+            None if grad is None else _placed_grad(grad, kind, spec, ctx.is_sum)
+            for grad, (kind, spec) in zip(grads, ctx.like, strict=True)
+        )
+
+
+def _placed_grad(grad: Tensor, kind: Any, spec: Any, is_sum: bool) -> Tensor:
+    """The gradient of a DTensor of some spec, of which this rank has `grad`."""
+    if is_sum:
+        from torch.distributed.tensor import Partial
+
+        spec = type(spec)(spec.mesh, (Partial(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    if grad.requires_grad:  # of second derivatives
+        how = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+        return kind.from_local(grad, spec.mesh, spec.placements, **how)  # type: ignore[no-any-return]
+    return kind(grad.contiguous(), spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def placed_like(part: Tensor, parameter: Any) -> Tensor:
+    """A gradient of this rank's part of a parameter, as the gradient of the parameter."""
+    if not is_placed(parameter):
+        return part
+    return _placed_grad(part, type(parameter), parameter._spec, False)
+
+
+def fill(op: str, init: Init, whole: Tensor) -> None:
     """Calls a user's `init` on a whole tensor, which it must fill in place.
 
     Raises:
@@ -63,25 +237,51 @@ def fill(op: str, init: Init, whole: torch.Tensor) -> None:
     """
     returned = init(whole)
     # Compares addresses, not `is`: init may have filled whole.data, and returned that.
-    if (
-        isinstance(returned, torch.Tensor)
-        and returned.untyped_storage()._cdata != whole.untyped_storage()._cdata
-    ):
+    if isinstance(returned, Tensor) and returned.untyped_storage()._cdata != whole.untyped_storage()._cdata:
         raise ValueError(
             f"{op}: init: expected a function that fills a tensor in place, got one that returns another one"
         )
 
 
-def _take_own_slices(
-    module: ShardedModule, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+def take_own_parts(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Hook before a state dict is loaded: replaces whole tensors in it by this rank's slices."""
-    for name, parameter in module.named_parameters(recurse=False):
-        given = state.get(prefix + name)
-        if not isinstance(given, torch.Tensor) or given.shape == parameter.shape:
+    """Hook before a state dict is loaded: replaces whole tensors in it by this rank's parts.
+
+    Raises:
+        ValueError: a tensor is a part of another rank or mesh, or one that does not say whose part it is.
+    """
+    parameters: dict[str, Any] = dict(module.named_parameters(recurse=False))
+    for name, parameter in parameters.items():
+        given: Any = state.get(prefix + name)
+        if not isinstance(given, Tensor) or not is_placed(parameter):
             continue
-        if given.shape != module.whole_shape(name):
-            continue  # torch says that the sizes don't match
-        own = module.own_slice(name, given)
-        # With assign=True the slice becomes the parameter; as a view it would keep the whole tensor alive.
-        state[prefix + name] = own.clone() if metadata.get("assign_to_params_buffers") else own
+        where, mesh = f"{type(module).__name__}: {prefix}{name}", parameter.device_mesh
+        if is_placed(given):
+            placed: Any = given
+            if (placed.device_mesh, placed.placements) != (mesh, parameter.placements):
+                raise ValueError(
+                    f"{where}: expected a DTensor {parameter.placements} on {mesh}, "
+                    f"got {placed.placements} on {placed.device_mesh}"
+                )
+            # A loaded file keeps the coordinate of the rank that has written it.
+            told, actual = placed.device_mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero()[0]
+            if list(told or ()) != actual.tolist():
+                raise ValueError(
+                    f"{where}: expected the part at {actual.tolist()} of {mesh}, got that at {told}"
+                )
+            continue
+        own, reshape = own_part(parameter), getattr(module, "as_whole", None)
+        given = given if reshape is None else reshape(name, given)
+        if given.shape == parameter.shape:
+            part = given[own]
+            # With assign=True the part becomes the parameter; as a view it would keep the whole tensor alive.
+            part = part.clone() if metadata.get("assign_to_params_buffers") else part
+            state[prefix + name] = _placed(part, mesh, parameter.placements, parameter.shape)
+        elif given.shape == local(parameter).shape:
+            raise ValueError(
+                f"{where}: expected the whole tensor {list(parameter.shape)} or a DTensor, got "
+                f"{list(given.shape)}, a part that does not say of which rank it is; "
+                "DTensor.from_local(part, parameter.device_mesh, parameter.placements) says so"
+            )
+        # Else torch says that the sizes don't match.

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import flux
+from flux._sharded import local
 from flux.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_linear, row_linear
 from flux.testing import spawn
 
@@ -145,7 +146,7 @@ def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     collected = getattr(parameter, "main_grad", None)
     found = parameter.grad if collected is None or parameter.grad is not None else collected
     assert isinstance(found, torch.Tensor)
-    return found
+    return local(found)
 
 
 def test_layers_train_under_autocast() -> None:

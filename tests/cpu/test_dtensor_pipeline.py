@@ -44,7 +44,7 @@ SCHEDULES: dict[str, tuple[Any, tuple[int, ...]]] = {
 def build(mesh: DeviceMesh, on_flux: bool, stage: int) -> nn.Module:
     """The block of a stage."""
     torch.manual_seed(5 + stage)
-    block = Block()
+    block = Block(mesh["tp"])
     plan: dict[str, Any] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
     plan["down"] = RowwiseParallel(output_layouts=Shard(1))
     if on_flux:

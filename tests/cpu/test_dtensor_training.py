@@ -28,9 +28,9 @@ HIDDEN, WIDE, BLOCKS, STEPS = 16, 32, 2, some(20)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, group: DeviceMesh) -> None:
         super().__init__()
-        self.norm = RMSNorm(HIDDEN)
+        self.norm = RMSNorm(HIDDEN, group=group)
         self.gate, self.up = nn.Linear(HIDDEN, WIDE, bias=False), nn.Linear(HIDDEN, WIDE, bias=False)
         self.down = nn.Linear(WIDE, HIDDEN)
 
@@ -45,7 +45,7 @@ Trainee = tuple[nn.Module, torch.optim.Optimizer]
 
 def build(mesh: DeviceMesh, on_flux: bool) -> Trainee:
     torch.manual_seed(2)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    model = nn.Sequential(*(Block(mesh["tp"]) for _ in range(BLOCKS)))
     plan: dict[str, Any] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
     plan["down"] = RowwiseParallel(output_layouts=Shard(1))
     if on_flux:

@@ -14,6 +14,7 @@ from cases import Answers, by_name, run_scenarios
 from torch import nn
 
 import flux
+from flux._sharded import local
 from flux.layers import ColumnParallelLinear, Fp8, ParallelMLP, RowParallelLinear
 
 RECIPES = [
@@ -73,7 +74,7 @@ def forward_is_the_operators(rank: int, p: int) -> None:
     x = torch.randn(16, 256)
     (q, scale_x), (w, scale_w) = (
         flux.quantize(x, ue8m0=True),
-        flux.quantize(layer.weight.detach(), "block128", ue8m0=True),
+        flux.quantize(local(layer.weight), "block128", ue8m0=True),
     )
     expected = flux.ag_gemm(q, w, scale_x=scale_x, scale_w=scale_w, out_dtype=torch.float32)
     assert torch.equal(layer(x).detach(), expected)
@@ -83,7 +84,7 @@ def forward_is_the_operators(rank: int, p: int) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX)
     scale = (most / 448).view(1)
     q = flux.quantize(x, "tensor", scale=scale)[0]
-    w, scale_w = flux.quantize(layer.weight.detach(), "tensor")
+    w, scale_w = flux.quantize(local(layer.weight), "tensor")
     expected = flux.ag_gemm(q, w, scale_x=scale, scale_w=scale_w, out_dtype=torch.float32)
     assert torch.equal(layer(x).detach(), expected)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from flux._sharded import local
 from flux.layers import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -63,11 +64,11 @@ def whole_state(seed: int) -> dict[str, torch.Tensor]:
 
 def same_parameters(a: nn.Module, b: nn.Module) -> bool:
     pairs = list(zip(a.named_parameters(), b.named_parameters(), strict=True))
-    return all(m == n and x.dtype == y.dtype and torch.equal(x, y) for (m, x), (n, y) in pairs)
+    return all(m == n and x.dtype == y.dtype and torch.equal(local(x), local(y)) for (m, x), (n, y) in pairs)
 
 
 def side_by_side(mlp: ParallelMLP) -> bool:
-    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    gate, up = local(mlp.gate_proj.weight), local(mlp.up_proj.weight)
     return up.data_ptr() == gate.data_ptr() + gate.nbytes
 
 
@@ -80,9 +81,15 @@ def saved(model: nn.Module) -> nn.Module:
 
 def summed(norm: RMSNorm, model: nn.Module, rank: int, p: int) -> bool:
     """Whether reduce_replicated_grads takes the weight of a norm for one that all ranks hold."""
-    norm.weight.grad = torch.full_like(norm.weight, rank + 1)
+    norm.weight.grad = None
+    norm(torch.full((1, HIDDEN), rank + 1.0, dtype=norm.weight.dtype)).backward(
+        torch.full((1, HIDDEN), rank + 1.0, dtype=norm.weight.dtype)
+    )
+    before = local(norm.weight.grad).clone()
     reduce_replicated_grads(model)
-    return bool((norm.weight.grad == p * (p + 1) // 2).all())
+    totals = [torch.empty_like(before) for _ in range(p)]
+    dist.all_gather(totals, before)
+    return torch.allclose(local(norm.weight.grad), torch.stack(totals).sum(0), rtol=1e-6)
 
 
 def copies(rank: int, p: int) -> None:
@@ -138,7 +145,7 @@ def assigned(rank: int, p: int) -> None:
     assert summed(model.norm, model, rank, p)
     if p > 1:
         storages = {t.untyped_storage().data_ptr() for t in whole.values() if t.dim() == 2}
-        kept = [n for n, q in model.named_parameters() if q.untyped_storage().data_ptr() in storages]
+        kept = [n for n, q in model.named_parameters() if local(q).untyped_storage().data_ptr() in storages]
         assert kept == [], "slices would keep the whole tensors alive"
 
 
@@ -220,17 +227,16 @@ def without_partners(rank: int, p: int) -> None:
 
 
 def norms_under_fsdp(rank: int, p: int) -> None:
-    """FSDP2 replaces weights by DTensors without attributes; their gradients are summed all the same."""
+    """FSDP2 sums a norm's gradient over the ranks that share its weight; it is not summed twice."""
     mesh = init_device_mesh("cpu", (1, p), mesh_dim_names=("dp", "tp"))
-    model, plain = nn.Sequential(RMSNorm(HIDDEN)), RMSNorm(HIDDEN)
+    model, plain = nn.Sequential(RMSNorm(HIDDEN, group=mesh["tp"])), nn.RMSNorm(HIDDEN, 1e-6)
     fully_shard(model, mesh=mesh["dp"])
     x = torch.arange(1.0, 2 * HIDDEN + 1).view(2, HIDDEN)
     plain(x).sum().backward()
     (model(x) * (rank + 1)).sum().backward()
-    assert isinstance(model[0].weight.grad, DTensor)
     reduce_replicated_grads(model, group=mesh["tp"])
     total = p * (p + 1) // 2
-    torch.testing.assert_close(model[0].weight.grad.to_local(), total * plain.weight.grad)
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), total * plain.weight.grad)
 
 
 def mixed_biases(rank: int, p: int) -> None:

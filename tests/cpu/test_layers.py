@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from flux._sharded import local
 from flux.layers import (
     ColumnParallelLinear,
     DeferredGrads,
@@ -116,7 +117,7 @@ def check(plain: PlainBlock, block: Block, sequence_parallel: bool, rank: int, p
     torch.testing.assert_close(dx, part(whole_dx, rank, p, sequence_parallel))
     reduce_replicated_grads(block)
     expected = {name: own(name, q.grad, rank, p) for name, q in plain.named_parameters()}
-    got = {name: q.grad for name, q in block.named_parameters()}
+    got = {name: local(q.grad) for name, q in block.named_parameters()}
     assert got.keys() == expected.keys()
     for name, grad in got.items():
         torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
@@ -148,7 +149,7 @@ def compiled(rank: int, p: int) -> None:
                 tuple(part(t, rank, p, sequence_parallel) for t in run(plain, data(p))),
             )
             expected = own("mlp.up_proj.weight", plain.mlp.up_proj.weight.grad, rank, p)
-            torch.testing.assert_close(weight.main_grad if fusion else weight.grad, expected)
+            torch.testing.assert_close(local(weight.main_grad if fusion else weight.grad), expected)
 
 
 class Calls(TorchDispatchMode):
@@ -195,17 +196,17 @@ def nothing_is_copied(rank: int, p: int) -> None:
     """Gate and up are one matrix to the backward pass, wherever the module has been moved."""
     mlp = ParallelMLP(HIDDEN, FFN)
     for change in (lambda: mlp, mlp.double, lambda: mlp.load_state_dict(mlp.state_dict()), mlp.bfloat16):
-        before = [q.detach().clone() for q in mlp.parameters()]
+        before = [local(q).clone() for q in mlp.parameters()]
         change()
         for old, new in zip(before, mlp.parameters(), strict=True):
-            assert torch.equal(old.to(new.dtype), new)
-        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+            assert torch.equal(old.to(new.dtype), local(new))
+        gate, up = local(mlp.gate_proj.weight), local(mlp.up_proj.weight)
         assert gate.is_contiguous() and up.data_ptr() == gate.data_ptr() + gate.nbytes
         y = mlp(torch.ones(ROWS, HIDDEN, dtype=gate.dtype, requires_grad=True))
         with Copies() as copies:
             y.sum().backward()
         assert copies.count == 0
-    mlp.up_proj.weight.data = mlp.up_proj.weight.data.clone()
+    mlp.up_proj.weight._local_tensor = local(mlp.up_proj.weight).clone()
     y = mlp(torch.ones(ROWS, HIDDEN, dtype=gate.dtype, requires_grad=True))
     with Copies() as copies:
         y.sum().backward()
@@ -227,10 +228,10 @@ def accumulation(rank: int, p: int) -> None:
                 run(block, part(data(p), rank, p, sequence_parallel))
             for name, weight in weights.items():
                 whole = plain.get_parameter(name).grad
-                torch.testing.assert_close(weight.main_grad - 1, own(name, whole, rank, p))
+                torch.testing.assert_close(local(weight.main_grad) - 1, own(name, whole, rank, p))
                 if hooks:
                     assert weight.grad_added_to_main_grad
-                    assert weight.grad is not None and not weight.grad.any()
+                    assert weight.grad is not None and not local(weight.grad).any()
                 else:
                     assert weight.grad is None
 
@@ -299,7 +300,7 @@ def main_grad_of_16_bits(rank: int, p: int) -> None:
         x = torch.zeros(1, 8, dtype=torch.bfloat16)
         x[0] = 1.0 if rank == 0 else 0.0
         layer(x).backward(torch.ones(p, 8, dtype=torch.bfloat16))
-        assert (layer.weight.main_grad == expected).all()
+        assert (local(layer.weight.main_grad) == expected).all()
 
 
 def changed_in_place(rank: int, p: int) -> None:
@@ -320,12 +321,14 @@ def state(rank: int, p: int) -> None:
         own_state = block.state_dict()
         assert own_state.keys() == whole.keys()
         for name, value in own_state.items():
-            assert torch.equal(value, own(name, whole[name], rank, p)), name
+            assert value.shape == whole[name].shape and torch.equal(
+                local(value), own(name, whole[name], rank, p)
+            ), name
         again = Block(
             "swiglu" if "mlp.gate_proj.weight" in whole else "gelu", "mlp.up_proj.bias" in whole, True
         )
         again.load_state_dict(own_state)
-        assert all(torch.equal(v, own_state[name]) for name, v in again.state_dict().items())
+        assert all(torch.equal(local(v), local(own_state[name])) for name, v in again.state_dict().items())
         with pytest.raises(RuntimeError, match="size mismatch"):
             again.load_state_dict({**whole, "mlp.up_proj.weight": torch.zeros(FFN * 7, HIDDEN)})
 
@@ -340,7 +343,7 @@ def frozen(rank: int, p: int) -> None:
         # No gradient of x: what the first layer of a model sees.
         layer = RowParallelLinear(p * 2, 4, sequence_parallel=sequence_parallel)
         layer(torch.ones(p, 2)).sum().backward()
-        assert layer.bias.grad is not None and (layer.bias.grad == p).all()
+        assert layer.bias.grad is not None and (local(layer.bias.grad) == p).all()
         with torch.no_grad():
             assert not block(part(data(p), rank, p, sequence_parallel)).requires_grad
 
@@ -381,7 +384,7 @@ def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tenso
     torch.manual_seed(11)
     mlp = ParallelMLP(HIDDEN, FFN, bias=True)
     row = RowParallelLinear(FFN, HIDDEN, init=lambda w: nn.init.normal_(w, std=0.02))
-    return [t.detach().clone() for t in (*mlp.parameters(), row.weight)], torch.rand(3)
+    return [local(t).clone() for t in (*mlp.parameters(), row.weight)], torch.rand(3)
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from row_kernels import kernels_on_cpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
+from flux._sharded import local
 from flux.moe import autograd, reference
 from flux.moe.rows import activate_rows, activation_grad
 from flux.testing import spawn
@@ -186,17 +187,15 @@ def whole_layer(rank: int, p: int) -> str:
                 hidden, intermediate, experts, ep_size=ep_size, activation=activation,
                 max_tokens=max(sizes), dtype=torch.float64,
             )  # fmt: skip
-            with torch.no_grad():
-                layer.w1.copy_(w1[mine, :, columns].flatten(1, 2))
-                layer.w2.copy_(w2[mine, :, columns])
+            layer.load_state_dict({"w1": w1.detach().flatten(1, 2), "w2": w2.detach()})
             x, s = leaf(xs[rank].detach()), leaf(scores[rank].detach())
             layer(x, ids[rank], s).sin().sum().backward()
             of_w1, of_w2 = w1.grad, w2.grad
             assert of_w1 is not None and of_w2 is not None
             pairs = [
                 (x.grad, xs[rank].grad),
-                (layer.w1.grad, of_w1[mine, :, columns].flatten(1, 2)),
-                (layer.w2.grad, of_w2[mine, :, columns]),
+                (local(layer.w1.grad).flatten(1, -2), of_w1[mine, :, columns].flatten(1, 2)),
+                (local(layer.w2.grad), of_w2[mine, :, columns]),
             ]
             for got, expected in pairs:
                 # Routing weights are float32, but these are the same in both types.

@@ -15,6 +15,7 @@ from cases import Answers, asked_at, by_name, questions, run_scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from flux._sharded import local
 from flux.moe import MoEMLP, reference
 from flux.testing import spawn
 
@@ -58,16 +59,19 @@ def whole_checkpoints(rank: int, p: int) -> None:
         layer.load_state_dict(whole)
         torch.testing.assert_close(layer(x, ids, weights), expected, rtol=1e-9, atol=1e-9)
         own = {name: value.clone() for name, value in layer.state_dict().items()}
-        parts = 2 if activation == "swiglu" else 1
-        tp = p // ep_size
-        assert own["w1"].shape == (E // ep_size, parts * WIDE // tp, H)
-        assert own["w2"].shape == (E // ep_size, H, WIDE // tp)
+        gates = (2,) if activation == "swiglu" else ()
+        parts, tp = 1 + len(gates), p // ep_size
+        assert local(own["w1"]).shape == (E // ep_size, *gates, WIDE // tp, H)
+        assert local(own["w2"]).shape == (E // ep_size, H, WIDE // tp)
+        assert all(torch.equal(own[name].full_tensor().view_as(whole[name]), whole[name]) for name in own)
         for assign in (False, True):
             for state in (own, whole):
                 other = make(ep_size, activation, device="meta" if assign else None)
                 other.load_state_dict(state, assign=assign)
-                assert all(torch.equal(value, own[name]) for name, value in other.state_dict().items())
-                assert other.w1.is_contiguous() and other.w2.is_contiguous()
+                assert all(
+                    torch.equal(local(value), local(own[name])) for name, value in other.state_dict().items()
+                )
+                assert local(other.w1).is_contiguous() and local(other.w2).is_contiguous()
         with pytest.raises(RuntimeError, match="size mismatch for w1"):
             layer.load_state_dict({**whole, "w1": torch.zeros(E, 3 * parts * WIDE, H)})
 
@@ -90,10 +94,11 @@ def copies(rank: int, p: int) -> None:
             assert torch.equal(other(*arguments), expected)
             assert repr(other) == repr(layer)
             other.load_state_dict(whole_state("swiglu", 1))
-            assert not torch.equal(other.w1, layer.w1)
+            assert not torch.equal(local(other.w1), local(layer.w1))
             layer_again = copy.deepcopy(layer)
             layer_again.load_state_dict(whole_state("swiglu", 1))
-            assert torch.equal(other.w1, layer_again.w1) and torch.equal(other.w2, layer_again.w2)
+            assert torch.equal(local(other.w1), local(layer_again.w1))
+            assert torch.equal(local(other.w2), local(layer_again.w2))
 
 
 def built_without_memory(rank: int, p: int) -> None:
@@ -106,7 +111,8 @@ def built_without_memory(rank: int, p: int) -> None:
         layer.to_empty(device="cpu")
         torch.manual_seed(9)
         layer.reset_parameters()
-        assert torch.equal(layer.w1, expected.w1) and torch.equal(layer.w2, expected.w2)
+        assert torch.equal(local(layer.w1), local(expected.w1))
+        assert torch.equal(local(layer.w2), local(expected.w2))
 
 
 def represented(rank: int, p: int) -> None:
@@ -127,9 +133,10 @@ def initialised(rank: int, p: int) -> None:
     layer = make(1, "swiglu", init=init)
     assert seen == [(2 * WIDE, H)] * E + [(H, WIDE)] * E
     columns = slice(rank * WIDE // p, (rank + 1) * WIDE // p)
-    w1 = torch.arange(2.0 * WIDE * H, dtype=F64).view(2, WIDE, H)[:, columns].flatten(0, 1)
+    w1 = torch.arange(2.0 * WIDE * H, dtype=F64).view(2, WIDE, H)[:, columns]
     w2 = torch.arange(1.0 * WIDE * H, dtype=F64).view(H, WIDE)[:, columns]
-    assert torch.equal(layer.w1, w1.expand(E, -1, -1)) and torch.equal(layer.w2, w2.expand(E, -1, -1))
+    assert torch.equal(local(layer.w1), w1.expand(E, -1, -1, -1))
+    assert torch.equal(local(layer.w2), w2.expand(E, -1, -1))
 
 
 @asked_at(2)
@@ -222,7 +229,7 @@ def draw(rank: int, world_size: int) -> tuple[Drawn, torch.Tensor]:
     for ep_size, activation in layouts(world_size):
         torch.manual_seed(12)
         layer = make(ep_size, activation)
-        drawn[ep_size, activation] = layer.w1.detach(), layer.w2.detach()
+        drawn[ep_size, activation] = local(layer.w1).flatten(1, -2), local(layer.w2)
     return drawn, torch.rand(3)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import flux
@@ -105,9 +104,7 @@ def layers(rank: int, p: int) -> list[str]:
         grad = torch.randn_like(x)
         whole = {}
         for name, value in block.state_dict().items():
-            parts = [torch.empty_like(value) for _ in range(p)]
-            dist.all_gather(parts, value)
-            whole[name] = value if "norm" in name else torch.cat(parts, 1 if "down" in name else 0)
+            whole[name] = value.full_tensor()
 
         def run(dtype: torch.dtype, whole=whole, x=x, grad=grad) -> dict[str, torch.Tensor]:
             leaves = {name: value.to(dtype).requires_grad_() for name, value in whole.items()}
@@ -125,7 +122,7 @@ def layers(rank: int, p: int) -> list[str]:
         y = block(rows)
         y.backward(own("x", grad))
         reduce_replicated_grads(block)
-        got = {"y": y.detach(), "x": rows.grad, **{n: q.grad for n, q in block.named_parameters()}}
+        got = {"y": y.detach(), "x": rows.grad, **{n: q.grad.to_local() for n, q in block.named_parameters()}}
         ideal, usual = run(torch.float64), run(torch.bfloat16)
         for name, value in got.items():
             error = (value - own(name, ideal[name])).norm()

@@ -21,6 +21,7 @@ from flux.layers import (
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
+    clip_grad_norm_,
     column_linear,
     mark_replicated,
     reduce_replicated_grads,
@@ -113,7 +114,7 @@ class Block(nn.Module):
 
     def __init__(self, group: DeviceMesh) -> None:
         super().__init__()
-        self.norm = RMSNorm(HIDDEN, eps=None, sequence_parallel=True, device="cpu", dtype=torch.float32)
+        self.norm = RMSNorm(HIDDEN, eps=None, group=group, device="cpu", dtype=torch.float32)
         self.mlp = ParallelMLP(
             HIDDEN,
             FFN,
@@ -144,6 +145,8 @@ def train(mesh: DeviceMesh) -> Tensor:
     loss: Tensor = block(torch.ones(ROWS, HIDDEN)).square().mean()
     torch.autograd.backward(loss)  # torch has no types for loss.backward()
     reduce_replicated_grads(block, group=mesh)
+    norm: Tensor = clip_grad_norm_(block.parameters(), 1.0)
+    assert norm.dim() == 0
     optimizer.step()
 
     x, weight = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN)

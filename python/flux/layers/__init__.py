@@ -1,5 +1,6 @@
 """Tensor-parallel layers over flux's operators, with Megatron's backward passes. See docs/layers.md."""
 
+from flux.layers.clip import clip_grad_norm_
 from flux.layers.fp8 import Fp8
 from flux.layers.functional import column_linear, row_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -14,6 +15,7 @@ __all__ = [
     "ParallelMLP",
     "RMSNorm",
     "RowParallelLinear",
+    "clip_grad_norm_",
     "column_linear",
     "mark_replicated",
     "reduce_replicated_grads",

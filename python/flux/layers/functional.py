@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from flux._sharded import local_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, group_name, world_size
 from flux.layers import _scaled
@@ -53,7 +54,8 @@ def column_linear(
     Args:
         x: [M/p, ..., K] with `sequence_parallel`, the rank's rows; else [M, ..., K], the same on all ranks.
             bfloat16, float16, float32 or float64.
-        weights: of [N/p, K] each, dtype and device of x; for all of them x is gathered once.
+        weights: of [N/p, K] each, dtype and device of x, or DTensors with such parts; for all of them x is
+            gathered once.
         biases: None, or one for each weight, which may be None: [N/p].
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
@@ -82,7 +84,10 @@ def column_linear(
         a, b = column_linear(x, [gate, up])
         assert a.shape == b.shape == (8 * p, 32)
     """
-    op = "column_linear"
+    op, given = "column_linear", weights
+    if isinstance(weights, (list, tuple)) and (biases is None or isinstance(biases, (list, tuple))):
+        parts = local_parts([*weights, *(biases or ())])
+        weights, biases = parts[: len(weights)], None if biases is None else parts[len(weights) :]
     argument_types.tensor(op, "x", x)
     argument_types.sequence(op, "weights", weights, argument_types.tensor)
     if biases is not None:
@@ -92,13 +97,13 @@ def column_linear(
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
     argument_types.flag_or_auto(op, "save_gathered", save_gathered)
     argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
-    _check_deferred(op, deferred, weights)
+    _check_deferred(op, deferred, given)
     name = group_name(group, op)
+    many = biases if biases is not None and any(bias is not None for bias in biases) else ()
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
         checks.ag_gemm_args(op, x, weights, biases or (), False, 1)
     check_fp8(op, fp8, x)
-    many = biases if biases is not None and any(bias is not None for bias in biases) else ()
-    how = (gradient_accumulation_fusion, deferred)
+    how = _how(gradient_accumulation_fusion, deferred, weights, given)
     operands = (len(weights), *weights, *many)
     if fp8 is not None:  # rows of fp8 are never gathered beside a GEMM
         settings = (name, sequence_parallel, bool(save_gathered), how, fp8)
@@ -121,7 +126,7 @@ def row_linear(
 
     Args:
         x: [M, ..., K/p], bfloat16, float16, float32 or float64.
-        weight: [N, K/p], dtype and device of x.
+        weight: [N, K/p], dtype and device of x, or a DTensor with such parts.
         bias: [N], the same on all ranks; so is its gradient.
         group, gradient_accumulation_fusion, deferred, fp8: as in column_linear.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
@@ -143,21 +148,31 @@ def row_linear(
         assert row_linear(x, weight).shape == (8, 64)
         row_linear(x, weight, sequence_parallel=False).sum().backward()  # [M, N] on all ranks
     """
-    op = "row_linear"
+    op, given = "row_linear", [weight]
+    weight, bias = local_parts([weight, bias])
     argument_types.tensor(op, "x", x)
     argument_types.tensor(op, "weight", weight)
     argument_types.optional_tensor(op, "bias", bias)
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
     argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
-    _check_deferred(op, deferred, [weight])
+    _check_deferred(op, deferred, given)
     name = group_name(group, op)
     if not autocast.enabled(x.device):
         checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     check_fp8(op, fp8, x)
-    settings = (name, sequence_parallel, (gradient_accumulation_fusion, deferred))
+    settings = (name, sequence_parallel, _how(gradient_accumulation_fusion, deferred, [weight], given))
     if fp8 is not None:
         return cast(Tensor, _scaled.row(x, weight, bias, *settings, fp8))
     return cast(Tensor, _apply_row(x, weight, bias, *settings))
+
+
+def _how(fusion: bool, deferred: DeferredGrads | None, parts: Sequence[Any], given: Sequence[Tensor]) -> How:
+    """Marks parts of DTensors with these, if gradients of weights do not go through autograd."""
+    if fusion or deferred is not None:
+        for part, weight in zip(parts, given, strict=True):
+            if part is not weight:
+                part.parameter = weight
+    return fusion, deferred
 
 
 def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from flux._sharded import Init, ShardedModule, fill
+from flux._sharded import Init, ShardedModule, fill, hold
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
 from flux.layers.fp8 import Fp8
@@ -18,6 +18,8 @@ class _ParallelLinear(ShardedModule):
     """Base of both layers: one slice of a whole weight [out_features, in_features], along `split_dim`."""
 
     split_dim: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -43,36 +45,26 @@ class _ParallelLinear(ShardedModule):
         self.out_features, self.in_features = features
         split = "in_features" if self.split_dim else "out_features"
         check_divides(name, split, features[self.split_dim], self.world_size)
-        shape = list(features)
-        shape[self.split_dim] //= self.world_size
         self.sequence_parallel = sequence_parallel
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.fp8 = fp8
         self.init = init
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        hold(self, "weight", features, [self.split_dim], group, device, dtype)
+        if bias:
+            hold(self, "bias", features[:1], [None if self.split_dim else 0], group, device, dtype)
+        else:
+            self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def _draw(self, name: str, parameter: torch.Tensor) -> None:
+    def _draw(self, name: str, part: torch.Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
         """Initialises as nn.Linear does, or by `init`."""
-        whole = parameter.new_empty(self.whole_shape(name))
+        whole = part.new_empty(shape)
         if name == "weight" and self.init is not None:
             fill(type(self).__name__, self.init, whole)
         else:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
             whole.uniform_(-bound, bound)
-        parameter.copy_(self.own_slice(name, whole))
-
-    def own_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole parameter "weight" or "bias"."""
-        if name == "bias" and self.split_dim:
-            return whole
-        size = whole.shape[self.split_dim] // self.world_size
-        return whole.narrow(self.split_dim, self.rank * size, size)
-
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the parameter "weight" or "bias" before it is cut."""
-        return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
+        part.copy_(whole[own])
 
     def extra_repr(self) -> str:
         return (
@@ -117,7 +109,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features: of the whole layer; out_features must be divisible by p.
         bias: whether there is one, of which each rank holds its part.
-        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group. FSDP2
+            needs a DeviceMesh, which has the same root as its own.
         sequence_parallel, save_gathered, gradient_accumulation_fusion, fp8: as in column_linear.
         init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
         device, dtype: of the parameters; default: torch's.
@@ -127,8 +120,9 @@ class ColumnParallelLinear(_ParallelLinear):
             flux's, or `init` returned another tensor instead of filling the one it got.
         TypeError: an argument is of another type.
 
-    State dict: "weight" [out_features/p, in_features] and "bias" [out_features/p] of this rank. Loading also
-    takes those of the whole layer, such as an nn.Linear's, and keeps the rank's part.
+    Parameters and state dict: the DTensors "weight" [out_features, in_features] and "bias" [out_features],
+    both Shard(0). Loading also takes plain tensors of the whole layer, such as an nn.Linear's, and keeps the
+    rank's part. A part of another rank, and a plain one, raise ValueError.
 
     Example::
 
@@ -199,8 +193,8 @@ class RowParallelLinear(_ParallelLinear):
     Raises:
         ValueError, TypeError: as ColumnParallelLinear, but for in_features.
 
-    State dict: "weight" [out_features, in_features/p] of this rank, "bias" [out_features]. Loading also takes
-    the whole weight.
+    Parameters and state dict: the DTensors "weight" [out_features, in_features], Shard(1), and "bias"
+    [out_features], Replicate(). Loading is as of ColumnParallelLinear.
 
     Example::
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flux._sharded import Init
+from flux._sharded import Init, is_placed, local
 from flux.calls import argument_types
-from flux.comm.group import GroupLike, group_name, world_size
+from flux.comm.group import GroupLike, world_size
 from flux.layers.fp8 import Fp8
 from flux.layers.functional import SaveGathered, column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
@@ -69,8 +69,7 @@ class ParallelMLP(nn.Module):
         argument_types.flag_or_auto(op, "save_gathered", save_gathered)
         hidden_size = argument_types.size(op, "hidden_size", hidden_size)
         ffn_size = argument_types.size(op, "ffn_size", ffn_size)
-        name = group_name(group, op)
-        check_divides(op, "ffn_size", ffn_size, world_size(name, op))
+        check_divides(op, "ffn_size", ffn_size, world_size(group, op))
         if activation not in ("swiglu", "gelu"):
             raise ValueError(f"{op}: activation: expected 'swiglu' or 'gelu', got {activation!r}")
         super().__init__()
@@ -80,7 +79,7 @@ class ParallelMLP(nn.Module):
                 hidden_size,
                 ffn_size,
                 bias,
-                group=name,
+                group=group,
                 sequence_parallel=sequence_parallel,
                 save_gathered=save_gathered,
                 gradient_accumulation_fusion=gradient_accumulation_fusion,
@@ -96,7 +95,7 @@ class ParallelMLP(nn.Module):
             ffn_size,
             hidden_size,
             bias,
-            group=name,
+            group=group,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             fp8=fp8,
@@ -120,13 +119,17 @@ class ParallelMLP(nn.Module):
         """Gives gate and up one storage. Moving, copying or loading the module separates their weights."""
         if self.gate_proj is None:
             return
-        weights = [self.gate_proj.weight, self.up_proj.weight]
-        if any(type(weight) is not nn.Parameter or weight.is_meta for weight in weights):
+        weights: list[Any] = [self.gate_proj.weight, self.up_proj.weight]
+        # FSDP2 cuts weights further, and keeps the parts where it wants them.
+        if any(not is_placed(weight) or len(weight.placements) > 1 for weight in weights):
+            return
+        parts = [local(weight) for weight in weights]
+        if any(type(part) is not torch.Tensor or part.is_meta for part in parts):
             return
         with torch.no_grad():
-            both = concatenated(weights, 0).chunk(2)
-        for weight, half in zip(weights, both, strict=True):
-            weight.data = half
+            first, second = concatenated(parts, 0).chunk(2)
+            # A storage object of its own: torch.compile refuses DTensors that share one.
+            weights[0]._local_tensor, weights[1]._local_tensor = first, torch.utils.dlpack.from_dlpack(second)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj, self.up_proj

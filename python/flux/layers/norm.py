@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flux._sharded import hold, is_partial, is_placed, local, local_parts, placed_like, take_own_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, resolve_group
 
@@ -20,13 +21,16 @@ class RMSNorm(nn.RMSNorm):
     Args:
         hidden_size: length of the last dimension of x.
         eps: added to the mean. None means what it means to torch.nn.RMSNorm.
-        sequence_parallel: x is the rank's rows, so the weight's gradient lacks those of other ranks.
-            reduce_replicated_grads adds them. The weight has an attribute of the same name, which Megatron
-            reads.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group, if there
+            is one; without torch.distributed the weight is a plain parameter.
+        sequence_parallel: x is the rank's rows, so the weight's gradient is a sum over ranks: a DTensor with
+            the placement Partial, which reduce_replicated_grads sums for all norms at once. The weight has an
+            attribute of the same name, which Megatron reads.
         device, dtype: of the weight; default: torch's.
 
     Raises:
-        ValueError: hidden_size is less than 1, eps is negative, or dtype is not a floating one of flux's.
+        ValueError: hidden_size is less than 1, eps is negative, dtype is not a floating one of flux's, or
+            there is no such group.
         TypeError: an argument is of another type.
 
     Example::
@@ -44,6 +48,7 @@ class RMSNorm(nn.RMSNorm):
         hidden_size: int,
         eps: float | None = 1e-6,
         *,
+        group: GroupLike = None,
         sequence_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -58,8 +63,16 @@ class RMSNorm(nn.RMSNorm):
         argument_types.device(op, "device", device)
         argument_types.floating_dtype(op, "dtype", dtype)
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
+        if group is not None or dist.is_initialized():
+            hold(self, "weight", [hidden_size], [None], group, device, dtype)
+            self.reset_parameters()
+            self.register_load_state_dict_pre_hook(take_own_parts)  # type: ignore[no-untyped-call]
         self.sequence_parallel = sequence_parallel
         self._mark_weight()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weight,) = local_parts([self.weight], is_sum=self.sequence_parallel)
+        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     @property
     def replicated_parameters(self) -> tuple[str, ...]:
@@ -127,7 +140,8 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     """Sums over ranks the gradients of parameters that all ranks hold, but each applied to its rows only.
 
     To be called between the backward pass and the optimizer's step, if the model has norms under sequence
-    parallelism. A collective. On GPUs it waits for the gradients, to compare what ranks have.
+    parallelism. DTensors whose placement is no longer Partial have been summed, by FSDP2 for example, and are
+    left alone. A collective. On GPUs it waits for the gradients, to compare what ranks have.
 
     Args:
         module: the model. Meant are the weights of every RMSNorm with `sequence_parallel`, parameters that
@@ -137,9 +151,9 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
 
     Raises:
         TypeError: `module` is no torch.nn.Module.
-        ValueError: there is no such group; no module says that it has such parameters, or one names a
-            parameter that it no longer has; or a parameter has a gradient on some ranks only. All ranks of
-            the group raise the last.
+        ValueError: there is no such group, or a gradient is a sum over another one; no module says that it
+            has such parameters, or one names a parameter that it no longer has; or a parameter has a gradient
+            on some ranks only. All ranks of the group raise the last.
 
     Example::
 
@@ -147,9 +161,9 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
 
         norm = RMSNorm(64)
         norm(torch.ones(8, 64)).sum().backward()
-        own = norm.weight.grad.clone()
+        own = norm.weight.grad.to_local().clone()
         reduce_replicated_grads(norm)
-        assert torch.allclose(norm.weight.grad, p * own)
+        assert torch.allclose(norm.weight.grad.to_local(), p * own)
     """
     op = "reduce_replicated_grads"
     if not isinstance(module, nn.Module):
@@ -159,21 +173,37 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     for name, parameter in marked.items():
         grad = getattr(parameter, "main_grad", None)
         grad = parameter.grad if grad is None else grad
-        if grad is not None:
-            # For a DTensor, as in FSDP2: the local part.
-            with torch.no_grad():
-                found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
+        if grad is not None and not _is_summed(name, grad, process_group):
+            found[name] = local(grad)
     _check_alike(module, list(marked), found, process_group)
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in found.values():
         grads.setdefault(grad.dtype, []).append(grad)
-    for alike in grads.values():
-        # One all-reduce of the concatenated gradients, because they are short.
-        flat = torch.cat([grad.flatten() for grad in alike])
-        dist.all_reduce(flat, group=process_group)
-        totals = torch.split(flat, [grad.numel() for grad in alike])
-        for grad, total in zip(alike, totals, strict=True):
-            grad.copy_(total.view_as(grad))
+    with torch.no_grad():
+        for alike in grads.values():
+            # One all-reduce of the concatenated gradients, because they are short.
+            flat = torch.cat([grad.flatten() for grad in alike])
+            dist.all_reduce(flat, group=process_group)
+            totals = torch.split(flat, [grad.numel() for grad in alike])
+            for grad, total in zip(alike, totals, strict=True):
+                grad.copy_(total.view_as(grad))
+    for name in found:
+        parameter = marked[name]
+        if parameter.grad is not None and is_partial(parameter.grad):
+            parameter.grad = placed_like(local(parameter.grad), parameter)
+
+
+def _is_summed(name: str, grad: Any, group: dist.ProcessGroup) -> bool:
+    """Whether a gradient is a DTensor on a mesh with the group, and no longer a sum over it."""
+    if not is_placed(grad):
+        return False
+    mesh = grad.device_mesh
+    groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
+    others = [name for name, placed in zip(groups, grad.placements, strict=True) if placed.is_partial()]
+    if others not in ([], [group.group_name]):
+        expected = f"gradients that are sums over the group {group.group_name}"
+        checks.fail("reduce_replicated_grads", "group", expected, f"{name}, a sum over {', '.join(others)}")
+    return group.group_name in groups and not others
 
 
 def _replicated(module: nn.Module) -> dict[str, nn.Parameter]:

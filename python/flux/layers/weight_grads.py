@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flux._sharded import local, placed_like
 from flux.layers import fp8
 from flux.ops.wgrad import weight_grad, wgrad_accum
 
@@ -62,7 +63,8 @@ How = tuple[bool, DeferredGrads | None]
 
 
 def collecting(weight: Tensor, fusion: bool) -> Tensor | None:
-    """The weight, if its gradients are to be added to its main_grad."""
+    """The weight, if its gradients are to be added to its main_grad. Of a part: the DTensor."""
+    weight = getattr(weight, "parameter", weight)
     return weight if fusion and getattr(weight, "main_grad", None) is not None else None
 
 
@@ -80,7 +82,7 @@ class WeightGrads:
         self.needs, self.deferred = needs[: len(weights)], deferred
         self.main = [collecting(weight, fusion) for weight in weights]
         # Not kept otherwise: autograd knows the weights, and dynamo the fewer objects the better.
-        self.leaves = list(weights) if deferred is not None else []
+        self.leaves = [getattr(w, "parameter", w) for w in weights] if deferred is not None else []
 
     def __call__(
         self, grads: Sequence[Operand | None], x: Operand | None, dtype: torch.dtype
@@ -114,7 +116,7 @@ def store_grad(weight: Tensor, grad: Tensor | None) -> None:
     """Adds a gradient to a weight's `grad`, as autograd does. None: there is none, or main_grad has it."""
     if grad is None:
         return
-    grad = grad.to(weight.dtype)
+    grad = placed_like(grad.to(weight.dtype), weight)
     weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
@@ -125,9 +127,10 @@ def _weight_grad(grad: Any, x: Operand, weight: Any, dtype: torch.dtype) -> Tens
     if weight is None:
         return weight_grad(grad, x) if isinstance(x, Tensor) else fp8.weight_grad(grad, x, dtype)
     if isinstance(x, Tensor):
-        wgrad_accum(grad, x, weight.main_grad)
+        wgrad_accum(grad, x, local(weight.main_grad))
     else:
-        weight.main_grad += fp8.weight_grad(grad, x, weight.main_grad.dtype)
+        main = local(weight.main_grad)
+        main += fp8.weight_grad(grad, x, main.dtype)
     return placeholder(weight, dtype)
 
 
@@ -138,4 +141,4 @@ def placeholder(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     # Hooks of Megatron's data parallelism run only if autograd gets a gradient. The flag says not to add it.
     weight.grad_added_to_main_grad = True
     fill = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return fill(weight, dtype=dtype, requires_grad=False)
+    return fill(local(weight), dtype=dtype, requires_grad=False)

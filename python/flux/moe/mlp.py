@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
-from flux._sharded import Init, ShardedModule, fill
+from flux._sharded import Init, ShardedModule, fill, hold, local_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
@@ -34,8 +36,9 @@ class MoEMLP(ShardedModule):
         dtype, device: of the parameters.
 
     Attributes:
-        w1: [E / ep_size, N, H]; N is I / tp, for "swiglu" twice that: first the gates, then the ups.
-        w2: [E / ep_size, H, I / tp].
+        w1: a DTensor [E, I, H], for "swiglu" [E, 2, I, H]: gates and ups. Each rank has E / ep_size experts
+            and I / tp of their columns.
+        w2: a DTensor [E, H, I], cut in the same way.
 
     Raises:
         ValueError: ep_size does not divide the ranks, num_experts is not a multiple of ep_size, intermediate
@@ -45,8 +48,11 @@ class MoEMLP(ShardedModule):
     With equal seeds on all ranks the layer is the same for every world size and ep_size: every rank draws all
     experts, one after the other, and keeps its slices.
 
-    State dict: "w1" and "w2" of this rank. Loading also takes those of the whole layer, w1 [E, N, H] with N =
-    I, for "swiglu" 2 * I (all gates, then all ups), and w2 [E, H, I], and keeps the rank's part.
+    State dict: the DTensors "w1" and "w2". Loading also takes those of the whole layer as plain tensors, for
+    "swiglu" w1 also as [E, 2 * I, H] (all gates, then all ups), and keeps the rank's part. A part of another
+    rank, and a plain one, raise ValueError.
+
+    With 1 < ep_size < p, the first layer makes a process group for each slice, and is a collective.
 
     Example::
 
@@ -57,6 +63,9 @@ class MoEMLP(ShardedModule):
         topk_weights, topk_ids = scores.topk(2)
         assert experts(torch.randn(3, 64), topk_ids, topk_weights).shape == (3, 64)
     """
+
+    w1: nn.Parameter
+    w2: nn.Parameter
 
     def __init__(
         self,
@@ -99,43 +108,28 @@ class MoEMLP(ShardedModule):
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
         self.max_node_tokens = max_node_tokens
-        self._parts = 2 if activation == "swiglu" else 1  # parts of w1: gates and ups
-        self._columns, self._first_column = intermediate // tp, self.rank % tp * (intermediate // tp)
-        self._experts, self._first_expert = num_experts // ep_size, self.rank // tp * (num_experts // ep_size)
-        w1 = torch.empty(self._experts, self._parts * self._columns, hidden, dtype=dtype, device=device)
-        w2 = torch.empty(self._experts, hidden, self._columns, dtype=dtype, device=device)
-        self.w1, self.w2 = nn.Parameter(w1), nn.Parameter(w2)
+        self._gates = (2,) if activation == "swiglu" else ()  # gates and ups, which are cut alike
+        shapes = (num_experts, *self._gates, intermediate, hidden), (num_experts, hidden, intermediate)
+        for name, shape, columns in zip(("w1", "w2"), shapes, (len(self._gates) + 1, 2), strict=True):
+            cuts = [0, columns] if 1 < ep_size < p else [0 if ep_size == p else columns]
+            hold(self, name, shape, cuts, group, device, dtype, slices=ep_size)
         self.reset_parameters()
 
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the parameter "w1" or "w2" of all experts, before it is cut."""
-        if name == "w1":
-            return self.num_experts, self._parts * self.intermediate, self.hidden
-        return self.num_experts, self.hidden, self.intermediate
+    def as_whole(self, name: str, given: torch.Tensor) -> torch.Tensor:
+        """A tensor of a state dict, with gates and ups apart."""
+        is_flat = name == "w1" and self._gates and given.dim() == 3 and given.shape[1] % 2 == 0
+        return given.reshape(len(given), 2, -1, given.shape[2]) if is_flat else given
 
-    def own_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole parameter "w1" or "w2"."""
-        return self._own_columns(name, whole.narrow(0, self._first_expert, self._experts))
-
-    def _own_columns(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of some experts' weights [..., N, H] or [..., H, I]."""
-        if name == "w2":
-            return whole.narrow(-1, self._first_column, self._columns)
-        parts = whole.view(*whole.shape[:-2], self._parts, self.intermediate, self.hidden)
-        return parts.narrow(-2, self._first_column, self._columns).flatten(-3, -2)
-
-    def _draw(self, name: str, parameter: torch.Tensor) -> None:
+    def _draw(self, name: str, part: torch.Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
         """Initialises expert by expert, because the whole parameter may not fit on one rank."""
-        shape = self.whole_shape(name)[1:]
         for expert in range(self.num_experts):
-            whole = parameter.new_empty(shape)
+            whole = part.new_empty((math.prod(shape[1:-1]), shape[-1]))
             if self.init is None:
                 whole.normal_(std=max(shape[-1], 1) ** -0.5)
             else:
                 fill(type(self).__name__, self.init, whole)
-            own = expert - self._first_expert
-            if 0 <= own < self._experts:
-                parameter[own].copy_(self._own_columns(name, whole))
+            if own[0].start <= expert < own[0].stop:
+                part[expert - own[0].start].copy_(whole.view(shape[1:])[own[1:]])
 
     def extra_repr(self) -> str:
         return (
@@ -166,8 +160,9 @@ class MoEMLP(ShardedModule):
                 checks.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
         if x.shape[-1] != self.hidden:
             checks.fail(op, "x", f"[..., {self.hidden}]", f"shape {list(x.shape)}")
-        if x.dtype != self.w1.dtype:
-            checks.fail(op, "x", f"dtype {self.w1.dtype}, that of the weights", x.dtype)
+        w1, w2 = local_parts([self.w1, self.w2])
+        if x.dtype != w1.dtype:
+            checks.fail(op, "x", f"dtype {w1.dtype}, that of the weights", x.dtype)
         tokens = x.reshape(-1, self.hidden)
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if tensor.numel() != tokens.shape[0] * tensor.shape[-1]:
@@ -182,5 +177,5 @@ class MoEMLP(ShardedModule):
             max_tokens=self.max_tokens,
             max_node_tokens=self.max_node_tokens,
         )
-        hidden = ag_scatter_gemm(tokens, self.w1, routing, activation=self.activation)
-        return gemm_gather_rs(hidden, self.w2, routing).view(x.shape)
+        hidden = ag_scatter_gemm(tokens, w1.flatten(1, -2), routing, activation=self.activation)
+        return gemm_gather_rs(hidden, w2, routing).view(x.shape)

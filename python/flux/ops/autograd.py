@@ -51,12 +51,15 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
     plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
         return torch.cat(list(tensors), dim)
-    storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    # Compares addresses: weights of ParallelMLP share memory without sharing a storage object.
+    begin = first.data_ptr()
     for tensor in tensors:
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(), tensor.dtype)
-        if place != (storage, begin, first.stride(), first.dtype):
+        if (tensor.data_ptr(), tensor.stride(), tensor.dtype) != (begin, first.stride(), first.dtype):
             return torch.cat(list(tensors), dim)
-        begin += tensor.shape[dim] * tensor.stride(dim)
+        begin += tensor.shape[dim] * tensor.stride(dim) * tensor.itemsize
+    storage = first.untyped_storage()
+    if begin > storage.data_ptr() + storage.nbytes():
+        return torch.cat(list(tensors), dim)
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return first.as_strided(shape, first.stride(), first.storage_offset())

@@ -151,7 +151,7 @@ class _Pair:
         stock, ours = Block(shape, *stock_makes), Block(shape, *our_makes)
         for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
             theirs.data.copy_(draw(*theirs.shape))
-            mine.data = theirs.data
+            getattr(mine, "_local_tensor", mine).data = theirs.data  # flux's are DTensors
         x = draw(problem.m // p, 1, shape.hidden).requires_grad_()
         attended = draw(problem.m, 1, shape.hidden // p).requires_grad_()
         with torch.no_grad():
@@ -165,7 +165,8 @@ class _Pair:
         with torch.enable_grad():
             results = block(*self.inputs)
             wanted = [*self.inputs, *block.parameters()]
-            return [*results, *torch.autograd.grad(results, wanted, self.grads)]
+            grads: Any = torch.autograd.grad(results, wanted, self.grads)
+            return [*results, *(grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads)]
 
 
 def check(problem: Problem, context: Context) -> str:
