@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.integrations.vllm.thresholds import Decode, Measured, Prefill, Row, Sum, measured_in
-from flux.tuning.machine import Machine, of_result
+from flux.measured.machine import Machine, of_result
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"

@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flux.fp8.scales import Scaling
+from flux.measured import files
+from flux.measured.times import NO_FACTS, Fact, Tuning, scaled
 from flux.plan.choose import PLANNERS, PlanInput, model_of, planned
 from flux.plan.moe import choose_parts
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS, Fact, Tuning, scaled
 from tuning_facts import FILE, machine_of, measured  # noqa: E402
 
 # The bar: of the geometric mean, and of the worst row.
@@ -119,7 +119,7 @@ def line(name: str, held: Sequence[Held]) -> str:
 
 
 def report() -> Iterator[str]:
-    _, facts = store.read(FILE)
+    _, facts = files.read(FILE)
     shipped = Tuning(facts)
     same, none = lambda _: shipped, lambda _: NO_FACTS
     yield f"{'':<52} rows  mean    worst"
@@ -138,7 +138,7 @@ def report() -> Iterator[str]:
         yield line(name, hold(some, tuning_for))
         if off := errors(facts, tuning_for):
             yield f"  estimated ratios off by {geomean(off):.3f}, {max(off):.2f} at worst ({len(off)} ratios)"
-    here = store.read(FILE)[0]
+    here = files.read(FILE)[0]
     of_here = (found for result, _, _, found in measured() if machine_of(result.machine) == here)
     stored = [fact for found in of_here for fact in found]
     yield line("every stored run, as without measurements", hold(stored, none))

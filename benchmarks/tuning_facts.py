@@ -1,4 +1,4 @@
-"""Writes the measurements by which plans choose (python/flux/tuning/shipped) from benchmarks/results.
+"""Writes the measurements by which plans choose (python/flux/measured/shipped) from benchmarks/results.
 
     python benchmarks/tuning_facts.py
 
@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from flux import _native
 from flux.bench import record
 from flux.bench.model import Row
-from flux.tune.facts import facts_of
-from flux.tuning import store
-from flux.tuning.facts import Fact
-from flux.tuning.machine import Machine
+from flux.bench.tune import facts_of
+from flux.measured import files as store
+from flux.measured.machine import Machine
+from flux.measured.times import Fact
 from kernel_sources import SOURCES, History  # noqa: E402
 from make_measured import machine_of  # noqa: E402
 from make_measured import measured as measured_of_vllm

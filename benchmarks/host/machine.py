@@ -74,12 +74,12 @@ def start(kernels: Path, into: Path) -> Any:
 
 
 def by_way(way: str) -> Any:
-    """A group of the same ranks, whose calls all run in one way (flux.tuning.facts.WAYS)."""
+    """A group of the same ranks, whose calls all run in one way (flux.measured.times.WAYS)."""
     import torch
     import torch.distributed as dist
 
     from flux.comm import registry
-    from flux.tuning.facts import Tuning
+    from flux.measured.times import Tuning
 
     group = _workspace(dist.new_group([0, 1]))
     registry.get(group, torch.device("cuda", 0), "bench").tuning = Tuning(forced=way)
@@ -90,8 +90,8 @@ def _workspace(group: Any) -> Any:
     import torch
 
     from flux.comm import cuda, registry, repeat, symm_mem
-    from flux.tuning import store
-    from flux.tuning.facts import NO_FACTS
+    from flux.measured import files
+    from flux.measured.times import NO_FACTS
 
     class Echo:
         """A meeting whose other rank says what this one says, from another GPU."""
@@ -106,7 +106,7 @@ def _workspace(group: Any) -> Any:
 
     symm_mem.why_not = lambda group, device: None  # type: ignore[assignment]
     symm_mem.unreachable_peer = lambda device, uuids, rank: None  # type: ignore[assignment]
-    store.local = lambda device: NO_FACTS  # type: ignore[assignment]
+    files.local = lambda device: NO_FACTS  # type: ignore[assignment]
     zeros = torch.zeros
     torch.zeros = lambda *size, pin_memory=False, **how: zeros(*size, **how)  # type: ignore[assignment]
     device = torch.device("cuda", 0)

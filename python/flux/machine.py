@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from flux import _native
+from flux.measured.machine import of_device
 from flux.peers import versions
-from flux.tuning.machine import of_device
 
 # flux never uses multicast; results of peers with multicast would not be comparable.
 NO_MULTICAST = {

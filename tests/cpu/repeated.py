@@ -19,13 +19,13 @@ from flux import moe
 from flux._native import core
 from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
+from flux.measured import files
+from flux.measured.times import NO_FACTS
 from flux.moe import combine, route_kernel, routing
 from flux.ops import add_norm, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
 from flux.ops.ways import exchange
 from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS
 
 STREAM = 7
 _alive: list[Any] = []
@@ -191,7 +191,7 @@ def gemms(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
+    monkeypatch.setattr(files, "local", lambda device: NO_FACTS)
     monkeypatch.setattr(plain, "_plans", {})
     calls = repeat.make()
     monkeypatch.setattr(repeat, "without_group", lambda: calls)

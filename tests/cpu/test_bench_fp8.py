@@ -31,15 +31,15 @@ from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
+from flux.bench.tune import facts_of
 from flux.cli import app
 from flux.fp8.scales import Scaling
 from flux.integrations import async_tp
+from flux.measured.times import Fact, Tuning, scaled
 from flux.moe import gemm_gather_rs
 from flux.plan.choose import PlanInput, planned
 from flux.testing import ScaledCase, spawn
 from flux.testing.compare import compare
-from flux.tune.facts import facts_of
-from flux.tuning.facts import Fact, Tuning, scaled
 
 runner = CliRunner()
 ONE = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)

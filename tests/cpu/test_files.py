@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from flux import _env, _files
 from flux.bench import record
+from flux.bench.tune import traced
 from flux.cli import app
 from flux.comm import topology
 from flux.comm.topology import Links
 from flux.integrations.vllm import thresholds
-from flux.tune.run import traced
-from flux.tuning import store
-from flux.tuning.facts import Fact
-from flux.tuning.machine import Machine
+from flux.measured import files
+from flux.measured.machine import Machine
+from flux.measured.times import Fact
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +102,7 @@ HOST = {"device": "cpu", "kind": {"arch": "cpu", "sms": 4, "sm_mhz": 2.5, "memor
 _TIME = {"role": "serial", "median_ms": 0.5, "samples_ms": [0.5]}
 VALID: dict[str, Any] = {
     "tuning": json.loads(
-        store.to_json(
+        files.to_json(
             Machine("sm_90", 132, 1980.0, 4916.7, 478.1),
             [Fact("gemm_ar", 2, 2, 8, 16, 24, {"fused": 1.5, "parts": 2.5}, 0.5, "a", True, ("parts",))],
         )
@@ -120,7 +120,7 @@ VALID: dict[str, Any] = {
 del VALID["result"]["rows"][1:], VALID["result"]["rows"][0]["derived"]
 VALID["result"]["rows"][0] |= {"conditions": {"hot": {"flux": 0.5}}}
 READERS: dict[str, Callable[[Path], object]] = {
-    "tuning": store.read,
+    "tuning": files.read,
     "result": record.read,
     "vllm": thresholds.measured_in,
     "links": lambda path: topology._read.__wrapped__(str(path)),
@@ -384,10 +384,10 @@ OPENS = {
     "integrations/async_tp.py": "flux's own sources",
     "integrations/vllm/thresholds.py": "`FLUX_VLLM_TUNING`",  # to tell whether two are the same
     "machine.py": "`/proc/cpuinfo`",
-    "ops/plan.py": "`FLUX_RECORD_SHAPES`",
+    "plan/choose.py": "`FLUX_RECORD_SHAPES`",
     "testing/fork_server.py": "`/dev/shm/flux-<pid>",  # of processes that it has ended
     "testing/rank_process.py": "start",  # files in memory
-    "tune/run.py": "`flux tune --trace`",
+    "bench/tune.py": "`flux tune --trace`",
 }
 OPENING = re.compile(
     r"(?<![\w.])open\(|\bpath\.open\(|\.(?:read|write)_(?:text|bytes)\(|\bos\.open\(|\bsavefig\(|"

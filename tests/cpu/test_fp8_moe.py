@@ -19,6 +19,7 @@ import flux
 from effort import some
 from flux import _native
 from flux.fp8 import scales as fp8
+from flux.measured.times import NO_FACTS
 from flux.moe import reference
 from flux.moe.routing import tokens_of_rows
 from flux.ops import grouped_gemm as grouped
@@ -29,7 +30,6 @@ from flux.testing import scaled_bound
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import exact_product
 from flux.testing.scaled_moe_data import ScaledMoe
-from flux.tuning.facts import NO_FACTS
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -22,9 +22,9 @@ from repeated import (
 from flux import moe
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts
+from flux.measured.times import Tuning
 from flux.moe import route_kernel
 from flux.ops import grouped_gemm
-from flux.tuning.facts import Tuning
 
 HERE = str(Path(__file__).parent)
 # Of a call through the public function: Python functions, C functions that these call, and new tensors.

@@ -27,7 +27,7 @@ THIS_FILE = "tests/cpu/test_house.py"
 
 # Which parts of the package a part may import; "flux" stands for the public names.
 _BASE = {"_invariance", "_env", "_files", "_log", "_native", "errors"}
-_OPERATE = _BASE | {"comm", "tuning", "_memory", "fp8", "plan", "calls"}
+_OPERATE = _BASE | {"comm", "measured", "_memory", "fp8", "plan", "calls"}
 _SERVES = _OPERATE | {"flux", "ops", "moe", "testing", "machine"}
 MAY_IMPORT = {
     "__init__": {"_invariance", "errors", "ops", "plan", "moe", "layers", "integrations", "testing"},
@@ -38,11 +38,11 @@ MAY_IMPORT = {
     "_files": set(),
     "errors": set(),
     "_native": {"_env", "errors"},
-    "tuning": {"_env", "_files", "_log"},
-    "comm": _BASE | {"tuning"},
+    "measured": {"_env", "_files", "_log"},
+    "comm": _BASE | {"measured"},
     "_memory": set(),
     "fp8": _BASE | {"comm", "_memory"},
-    "plan": _BASE | {"comm", "tuning", "fp8"},
+    "plan": _BASE | {"comm", "measured", "fp8"},
     "calls": _BASE | {"comm", "fp8", "_memory"},
     "ops": _OPERATE,
     "_sharded": _BASE | {"comm"},
@@ -50,11 +50,10 @@ MAY_IMPORT = {
     "layers": _OPERATE | {"flux", "ops", "_sharded"},
     "integrations": _OPERATE | {"flux", "ops", "moe", "layers"},
     "peers": set(),
-    "machine": {"_native", "peers", "tuning"},
+    "machine": {"_native", "peers", "measured"},
     "testing": _OPERATE | {"flux", "ops", "moe"},
     "bench": _SERVES | {"peers", "layers", "integrations"},
-    "tune": _SERVES | {"bench"},
-    "cli": _SERVES | {"integrations", "bench", "tune"},
+    "cli": _SERVES | {"integrations", "bench"},
 }
 PUBLIC_HOSTS = {
     "www.apache.org",

@@ -21,13 +21,13 @@ from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Links, Topology
 from flux.comm.workspace import Workspace
+from flux.measured import files
+from flux.measured.times import NO_FACTS
 from flux.ops import gemm
 from flux.ops.ways import two_level
 from flux.plan.choose import Plan
 from flux.plan.network_model import TwoLevel
 from flux.testing import spawn
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS
 
 _c10d: Any = dist.distributed_c10d
 
@@ -365,7 +365,7 @@ class OnCpu:
         backends: list[Any] = []
 
         def make_backend(store: Any, nodes: int, node: int, timeout_s: float) -> Any:
-            backends.append(dist.ProcessGroupGloo(store, node, nodes))  # type: ignore[attr-defined]
+            backends.append(dist.ProcessGroupGloo(files, node, nodes))  # type: ignore[attr-defined]
             return backends[-1]
 
         NcclRail.make_backend = staticmethod(make_backend)  # type: ignore[method-assign]
@@ -375,12 +375,12 @@ class OnCpu:
         torch.cuda.is_current_stream_capturing = lambda: False
         facts = {
             **{"why_not": None, "backend": "cuda", "num_sms": 132, "compare": False, "nodes": "auto"},
-            **{"tuning": store.to_tell(NO_FACTS), "links": Links().to_tell()},
+            **{"tuning": files.to_tell(NO_FACTS), "links": Links().to_tell()},
         }
         everybody = [{**facts, "node": str(node)} for node in range(world_size)]
         meeting, turn = Meeting.of(group, "cuda"), core.CallTurn(())
         meeting.begin("gemm_rs")
-        store.local = lambda device: NO_FACTS
+        files.local = lambda device: NO_FACTS
         device = torch.device("cuda", 0)
         self.workspace = NodesWorkspace(group, device, "gemm_rs", meeting, turn, everybody)
         self.workspace.join("gemm_rs", no_workspace, lambda group: None)

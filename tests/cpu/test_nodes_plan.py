@@ -12,10 +12,10 @@ import torch
 import flux
 from flux.comm import topology
 from flux.comm.topology import Links, Topology, of_nodes
+from flux.measured.times import Tuning
 from flux.plan import network_model
 from flux.plan.choose import Plan, PlanInput, planned
 from flux.plan.nodes import sent_by_scatter
-from flux.tuning.facts import Tuning
 
 NODES = [2, 3, 4, 8, 16, 32, 64]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS, Fact, Tuning, scaled
+from flux.measured import files
+from flux.measured.times import NO_FACTS, Fact, Tuning, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,14 +25,14 @@ def regret() -> Any:
 
 @pytest.fixture(scope="module")
 def facts(regret: Any) -> tuple[Fact, ...]:
-    return store.read(regret.FILE)[1]
+    return files.read(regret.FILE)[1]
 
 
 def test_the_shipped_files_are_made_of_the_stored_results(regret: Any) -> None:
     texts = importlib.import_module("tuning_facts").texts()
-    assert sorted(texts) == sorted(path.name for path in store.SHIPPED.glob("*.json"))
+    assert sorted(texts) == sorted(path.name for path in files.SHIPPED.glob("*.json"))
     for name, text in texts.items():
-        written, made = json.loads((store.SHIPPED / name).read_text()), json.loads(text)
+        written, made = json.loads((files.SHIPPED / name).read_text()), json.loads(text)
         for data in (written, made):
             for row in data["rows"]:
                 row.pop("older", None)  # differs where a kernel has changed since the file was made

@@ -13,12 +13,12 @@ import flux
 from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts, summed_experts
+from flux.measured.times import Tuning
 from flux.moe import reference, route_kernel, routing
 from flux.ops import grouped_gemm
 from flux.ops.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
 from flux.plan.gemm import COPY_FROM_BYTES
 from flux.plan.moe import BLOCK_M
-from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
 

@@ -13,10 +13,10 @@ from test_repeated_calls import CPP, PYTHON, count
 import flux
 from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
+from flux.measured import files
+from flux.measured.times import NO_FACTS
 from flux.ops import gemm as plain
 from flux.ops import grouped_gemm, norm_and_quant, quantize
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS
 
 pytest_plugins = ("repeated",)  # fixtures
 E5M2 = torch.float8_e5m2
@@ -28,7 +28,7 @@ def alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     properties, calls = SimpleNamespace(multi_processor_count=132), repeat.make()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
+    monkeypatch.setattr(files, "local", lambda device: NO_FACTS)
     monkeypatch.setattr(plain, "_plans", {})
     monkeypatch.setattr(repeat, "without_group", lambda: calls)
     return calls

@@ -11,8 +11,8 @@ from repeated import Machine, tensor
 
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm import op, rows
+from flux.measured.times import Tuning
 from flux.ops import add_norm
-from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
 

@@ -12,10 +12,10 @@ from repeated import CALLS, WITH_OUT, Machine, arguments, flat, roles, tensor, t
 
 import flux
 from flux.comm.cuda import CudaWorkspace
+from flux.measured.times import Tuning
 from flux.ops import norm_and_quant
 from flux.ops.norm_and_quant import End
 from flux.plan.choose import workspace_plan
-from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
 

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 import flux
 from flux import _files
+from flux.bench import tune
 from flux.bench.model import Row, Timing, in_way
 from flux.bench.suites import Problem
+from flux.bench.tune import facts_of
 from flux.cli import app
+from flux.measured import files
+from flux.measured.machine import Machine
+from flux.measured.times import Fact
 from flux.testing import spawn
-from flux.tune import run
-from flux.tune.facts import facts_of
-from flux.tuning import store
-from flux.tuning.facts import Fact
-from flux.tuning.machine import Machine
 
 _SHAPE = ["--cpu", "--tp", "2", "--n", "64", "--k", "64", "--iters", "2", "--rounds", "3"]
 
@@ -77,7 +77,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
 
 
 def before_and_after(file: Path) -> None:
-    choices = run.choices(store.read(file)[1])
+    choices = tune.choices(files.read(file)[1])
     assert len(choices) == 12
     for choice in choices:
         assert {"fused", "parts", "torch"} <= choice.fact.us.keys()
@@ -89,7 +89,7 @@ def planned_by(rank: int, world_size: int, file: str) -> list[str]:
     """Plans of a group with this file are those of its table, and results are right."""
     wrong = []
     with mock.patch.dict("os.environ", {"FLUX_TUNING": file}):
-        for choice in run.choices(store.read(Path(file))[1]):
+        for choice in tune.choices(files.read(Path(file))[1]):
             fact = choice.fact
             call = flux.gemm_ar if fact.op == "gemm_ar" else flux.gemm_rs
             got = call(torch.ones(fact.m, fact.k), torch.ones(fact.n, fact.k))
@@ -109,7 +109,7 @@ def test_recorded_shapes_and_a_budget(tmp_path: Path) -> None:
         {"op": "gemm_rs", "m": 8, "n": 16, "k": 24, "world_size": 4},
     ]
     trace.write_text("".join(json.dumps(problem | known) + "\n" for problem in problems))
-    assert [(p.op, p.local(2)) for p in run.traced(trace, 2)] == [
+    assert [(p.op, p.local(2)) for p in tune.traced(trace, 2)] == [
         ("ag_gemm", (8, 16, 24)),
         ("all_reduce", (1, 96, 1)),
     ]
@@ -136,7 +136,7 @@ def with_budget(rank: int, world_size: int, file: str) -> int:
 
     problems = tuple(Problem("all_reduce", "x", "all_reduce", m, 8, 2) for m in (1, 2))
     settings = Settings(problems, "x", "cpu", 2, 2, "float32", iters=1, rounds=1)
-    tuned = run._tune_rank(rank, world_size, settings, file, 0.0)
+    tuned = tune._tune_rank(rank, world_size, settings, file, 0.0)
     return 2 if tuned is None else tuned.left
 
 
@@ -158,7 +158,7 @@ def test_bad_options_are_refused(tmp_path: Path, arguments: list[str], words: st
 
 def test_a_file_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     file = tmp_path / "a"
-    _files.replace(file, store.to_json(Machine("sm_90", 132), []))
+    _files.replace(file, files.to_json(Machine("sm_90", 132), []))
     result = CliRunner().invoke(app, ["tune", "all_reduce", *_SHAPE, "--m", "4", "--out", str(file)])
     assert result.exit_code == 1 and "is of another machine: arch sm_90, not cpu" in result.output
 

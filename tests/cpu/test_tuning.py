@@ -17,11 +17,11 @@ import flux
 from flux import _files
 from flux import machine as machines
 from flux.comm import registry
+from flux.measured import files, machine
+from flux.measured.machine import Machine
+from flux.measured.times import Fact, Modelled, Tuning, choose
 from flux.plan.choose import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
-from flux.tuning import machine, store
-from flux.tuning.facts import Fact, Modelled, Tuning, choose
-from flux.tuning.machine import Machine
 
 CPU = torch.device("cpu")
 HOST = Machine("cpu")
@@ -226,10 +226,10 @@ def test_each_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch
     properties.name = "a GPU"
     monkeypatch.setattr(machines, "smi", lambda: [])
     assert machine.of_result(machines.describe("cuda"), "a result") == here
-    assert len(store._shipped(here).facts) > 400
-    of_h100 = store._shipped(replace(here, memory_gb_per_s=3352.0))
+    assert len(files._shipped(here).facts) > 400
+    of_h100 = files._shipped(replace(here, memory_gb_per_s=3352.0))
     assert 0 < len(of_h100.facts) < 400
-    assert not store._shipped(replace(here, memory_gb_per_s=2000.0)).facts
+    assert not files._shipped(replace(here, memory_gb_per_s=2000.0)).facts
 
 
 def test_links_are_counted_by_the_drivers_library() -> None:
@@ -253,7 +253,7 @@ def test_links_are_counted_by_the_drivers_library() -> None:
 
 
 def written(path: Path, *facts: Fact, here: Machine = HOST) -> Path:
-    _files.replace(path, store.to_json(here, list(facts)))
+    _files.replace(path, files.to_json(here, list(facts)))
     return path
 
 
@@ -262,8 +262,8 @@ def test_files_are_read_as_written(tmp_path: Path) -> None:
         replace(fact(1, fused=1.0, parts=2.0), summed=("parts",), older=True, noise=0.5),
         fact(2, torch=3.0),
     )
-    assert store.read(written(tmp_path / "a", *facts, here=H200)) == (H200, facts)
-    assert store.read(written(tmp_path / "b")) == (Machine("cpu"), ())
+    assert files.read(written(tmp_path / "a", *facts, here=H200)) == (H200, facts)
+    assert files.read(written(tmp_path / "b")) == (Machine("cpu"), ())
 
 
 def with_files(rank: int, world_size: int, settings: list[str]) -> str:

@@ -30,8 +30,8 @@ from flux.integrations.vllm.thresholds import (
     sums,
     up_to_bytes,
 )
-from flux.tuning import store
-from flux.tuning.machine import Machine
+from flux.measured import files
+from flux.measured.machine import Machine
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
 
@@ -216,7 +216,7 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(
 ) -> None:
     for name in ("MIN_TOKENS", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-    ((shipped, _),) = store.of_vllm()
+    ((shipped, _),) = files.of_vllm()
     for same in (shipped, H200, replace(H200, memory_gb_per_s=4800.0), replace(H200, link_gb_per_s=None)):
         with on(same):
             tokens, why = from_tokens(4096, 2048, BF16, 2, GPU)

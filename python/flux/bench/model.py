@@ -41,7 +41,7 @@ GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
 
 
 def in_way(way: str) -> str:
-    """The candidate that runs flux's operator in one way (flux.tuning.facts.WAYS)."""
+    """The candidate that runs flux's operator in one way (flux.measured.times.WAYS)."""
     return f"flux, {way}"
 
 

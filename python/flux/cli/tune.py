@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from flux.bench import tune
 from flux.bench.model import FP8
 from flux.bench.report import make_console
 from flux.bench.runner import Settings
@@ -18,7 +19,6 @@ from flux.cli import options
 from flux.cli.bench import choose
 from flux.cli.options import real, whole
 from flux.testing import SpawnError
-from flux.tune import run
 
 _FILE = Path("flux-tuning.json")
 
@@ -29,7 +29,7 @@ def command(
         typer.Argument(
             metavar="OPS",
             show_default=False,
-            help=f"Ops: gemm, {', '.join(run.OPS)}. Default: all; on CPUs the collective ones.",
+            help=f"Ops: gemm, {', '.join(tune.OPS)}. Default: all; on CPUs the collective ones.",
         ),
     ] = None,
     suite: Annotated[
@@ -81,9 +81,9 @@ def command(
             timeout_s=budget + settings.timeout_s,
         )
         options.check_target("tune: --out", out)
-        run.known(out)
+        tune.known(out)
     try:
-        tuned = run.tune(settings, out, budget)
+        tuned = tune.tune(settings, out, budget)
     except SpawnError as error:
         options.say_error(f"tune: {str(error.failures[0]).strip().splitlines()[-1]}")
         raise typer.Exit(1) from None
@@ -110,8 +110,8 @@ def _settings(
     tp: int | None,
     cpu: bool,
 ) -> Settings:
-    if unknown := [op for op in ops if op not in ("gemm", *run.OPS)]:
-        raise ValueError(f"tune: op expected to be one of gemm, {', '.join(run.OPS)}, got {unknown[0]!r}")
+    if unknown := [op for op in ops if op not in ("gemm", *tune.OPS)]:
+        raise ValueError(f"tune: op expected to be one of gemm, {', '.join(tune.OPS)}, got {unknown[0]!r}")
     if trace is not None and (suite or models or m or n):
         raise ValueError("tune: --trace expected without other shapes")
     shapes = {"suite": suite, "models": models, "m": m, "n": n, "k": k}
@@ -120,13 +120,13 @@ def _settings(
     settings = choose(ops, **shapes, dtype=dtype, world=tp, tp=tp, cpu=cpu)  # type: ignore[arg-type]
     if trace is None:
         return settings
-    problems = run.traced(trace, settings.tp)
+    problems = tune.traced(trace, settings.tp)
     if not problems:
         raise ValueError(f"tune: {trace} has no problem of {settings.tp} ranks")
     return replace(settings, problems=tuple(problems), suite=f"trace {trace.name}")
 
 
-def table(choices: Sequence[run.Choice]) -> Table:
+def table(choices: Sequence[tune.Choice]) -> Table:
     """Before and after."""
     out = Table(title="us per call, before and after", title_justify="left", box=box.SIMPLE_HEAD)
     for title in ("op", "ranks", "m", "n", "k", "before", "after", "gain", "way", "others"):

@@ -29,8 +29,8 @@ from flux.comm.group import Meeting, check_alike, name_of
 from flux.comm.shm import NoSharedMemory
 from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS
+from flux.measured import files
+from flux.measured.times import NO_FACTS
 
 HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
@@ -208,7 +208,7 @@ class Workspace(ABC):
                 "rail": _env.get("FLUX_RAIL"),
                 "compare": _env.get("FLUX_DEBUG") == "compare",
                 "graphs": group in expecting_graphs,
-                "tuning": store.to_tell(store.local(device)),
+                "tuning": files.to_tell(files.local(device)),
             }
         # Peers would wait until the deadline for a rank that raises here.
         except ValueError as error:
@@ -244,7 +244,7 @@ class Workspace(ABC):
         self.failure: Exception | None = None
         self.turn = turn
         self._meeting = meeting
-        self.tuning, wrong = store.agreed([f["tuning"] for f in facts], store.local(device))
+        self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(device))
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)

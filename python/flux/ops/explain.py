@@ -13,9 +13,9 @@ from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.errors import fail
 from flux.fp8.scales import FP8, Scaling, check_how, kind_of
+from flux.measured import files
 from flux.plan.choose import planned, workspace_plan
 from flux.plan.plan import SUMS, Plan, PlanInput
-from flux.tuning import store
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 
@@ -145,7 +145,7 @@ def _plan_without_workspace(
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
     problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
-    problem = replace(problem, tuning=store.local(device), scaling=scaling)
+    problem = replace(problem, tuning=files.local(device), scaling=scaling)
     if world_size == 1 and op not in SUMS:
         return planned("gemm", problem)
     transport = "not known before the group's first call, when the ranks ask each other"

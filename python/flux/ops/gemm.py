@@ -21,8 +21,8 @@ from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
 from flux.fp8.torch_product import scaled_mm
 from flux.fp8.wide_product import product
+from flux.measured import files
 from flux.plan.choose import Plan, PlanInput, planned, require
-from flux.tuning import store
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _OP = repeat.operator()
@@ -251,7 +251,7 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         num_sms = _sms(x.device)
-        why_not, tuning = cuda.why_not(x.device), store.local(x.device)
+        why_not, tuning = cuda.why_not(x.device), files.local(x.device)
         problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
         plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
     require(plan)

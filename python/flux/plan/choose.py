@@ -19,11 +19,11 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs
 from flux.fp8.scales import BLOCK, Scaling
 from flux.fp8.torch_product import why_not_torchs
+from flux.measured.times import WAYS as ALL_WAYS
+from flux.measured.times import Model, Modelled, choose, scaled
 from flux.plan.plan import RUNS, SUMS
 from flux.plan.plan import Plan as Plan
 from flux.plan.plan import PlanInput as PlanInput
-from flux.tuning.facts import WAYS as ALL_WAYS
-from flux.tuning.facts import Model, Modelled, choose, scaled
 
 # Operators without a GEMM: their time depends on the number of elements only.
 _ELEMENTS = ("all_gather", *SUMS)
@@ -212,7 +212,7 @@ def planned(op: str, problem: PlanInput) -> Plan:
 
 
 def ways_of(op: str) -> tuple[str, ...]:
-    """The ways in which an operator of several ranks can run (flux.tuning.facts.WAYS)."""
+    """The ways in which an operator of several ranks can run (flux.measured.times.WAYS)."""
     return tuple(
         way for way in ALL_WAYS if way in ("fused", "torch") or (op, way) in WAYS or _has_parts(op, way)
     )
@@ -223,7 +223,7 @@ def _has_parts(op: str, way: str) -> bool:
 
 
 def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int]:
-    """A problem as measurements have it (flux.tuning.facts.Fact)."""
+    """A problem as measurements have it (flux.measured.times.Fact)."""
     m, n, k = problem.m, problem.n, problem.k
     if op == "all_gather":
         m, n, k = m * k, 0, 0

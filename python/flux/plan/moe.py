@@ -10,8 +10,8 @@ from flux import _native
 from flux.comm.workspace import Workspace, round_up
 from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scaling
+from flux.measured.times import Tuning, choose
 from flux.plan.choose import can_run_fused, problem_of
-from flux.tuning.facts import Tuning, choose
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m

@@ -10,8 +10,8 @@ import torch
 from flux import _invariance, _native
 from flux.comm.topology import Links, Topology
 from flux.fp8.scales import Scaling
+from flux.measured.times import NO_FACTS, Tuning
 from flux.plan.network_model import TwoLevel
-from flux.tuning.facts import NO_FACTS, Tuning
 
 # Operators whose x is [m, n].
 SUMS = ("all_reduce", "reduce_scatter")

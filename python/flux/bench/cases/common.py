@@ -14,9 +14,9 @@ from flux import peers as packages
 from flux.bench.model import in_way
 from flux.bench.timing import Call, all_max
 from flux.comm import registry
+from flux.measured.times import Tuning
 from flux.plan.choose import ways_of
 from flux.plan.nodes import SCHEDULES
-from flux.tuning.facts import Tuning
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]  # one call, of a weight

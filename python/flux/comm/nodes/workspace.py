@@ -33,7 +33,7 @@ from flux.comm.workspace import (
     compare_calls,
 )
 from flux.errors import CommTimeoutError
-from flux.tuning.facts import NO_FACTS
+from flux.measured.times import NO_FACTS
 
 _dist: Any = torch.distributed  # parts of it are not typed
 # How long a rank that gives up waits for its peers to say whom they wait for.

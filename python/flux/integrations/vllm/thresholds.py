@@ -1,6 +1,6 @@
 """From how many tokens on flux.gemm_ar is faster than the GEMM and all-reduce that vLLM would run.
 
-Read from measurements: those that flux ships for such machines beside the facts of plans (flux.tuning), or
+Read from measurements: those that flux ships for such machines beside the facts of plans (flux.measured), or
 those of the user (FLUX_VLLM_TUNING). Where there are none, flux takes only sums that are bound by the links,
 of which gemm_rs hides half. All ranks answer alike, because they have the same shapes, settings and GPUs.
 Needs nothing of vLLM.
@@ -23,9 +23,9 @@ import torch
 from flux import _invariance
 from flux._files import Count, Positive, Size, parse, read_json
 from flux.integrations.vllm.report import NEVER, setting, tell
+from flux.measured import files as store
+from flux.measured.machine import Machine, of_device, of_result
 from flux.plan.sums import MAX_EXCHANGE_BYTES
-from flux.tuning import store
-from flux.tuning.machine import Machine, of_device, of_result
 
 # Stands for GPUs like those that were measured.
 MEASURED_GPU = torch.device("meta")

@@ -14,8 +14,8 @@ import torch
 from flux import _env, _files
 from flux._files import Size
 from flux._log import say_once
-from flux.tuning.facts import NO_FACTS, Fact, Tuning
-from flux.tuning.machine import Machine, of_device
+from flux.measured.machine import Machine, of_device
+from flux.measured.times import NO_FACTS, Fact, Tuning
 
 _Schema = Literal[1]
 (SCHEMA,) = get_args(_Schema)
