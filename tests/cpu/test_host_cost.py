@@ -108,6 +108,7 @@ def calls_of_functions(call: Callable[[], object]) -> dict[str, int]:
         if event in calls and not frame.f_code.co_filename.startswith(HERE):  # the machine
             calls[event] += 1
 
+    gc.collect()  # its callbacks would count
     sys.setprofile(profile)
     call()
     sys.setprofile(None)
