@@ -272,9 +272,24 @@ void mbarrier_arrive(uint32_t bar, int rank, uint32_t expected_bytes, const Wher
   maybe_preempt();
   Cta& cta = cta_of_cluster(rank, where);
   MBarrier& barrier = known_barrier(cta, bar, where);
-  barrier.bytes += expected_bytes;
-  tell(barrier.gathering, self().clock);
-  arrive(cta, bar, where);
+  Clock& clock = self().clock;
+  if (&cta == &here()) {
+    barrier.bytes += expected_bytes;
+    tell(barrier.gathering, clock);
+    arrive(cta, bar, where);
+    return;
+  }
+  // On its way to another CTA, which must not exit before it is there: a relaxed cluster barrier does not wait for it.
+  ++cta.in_flight;
+  issue_arrival(barrier,
+                [&cta, &barrier, bar, expected_bytes, where, known = clock.known, stamp = clock.stamp()] {
+                  --cta.in_flight;
+                  barrier.bytes += expected_bytes;
+                  barrier.gathering.all = join(barrier.gathering.all, known);
+                  barrier.gathering.stamps.push_back(stamp);
+                  arrive(cta, bar, where);
+                });
+  ++clock.now;
 }
 
 bool mbarrier_test(uint32_t bar, uint32_t parity, const Where& where) {

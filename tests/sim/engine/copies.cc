@@ -225,24 +225,23 @@ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
   Cta& to = cta_of_cluster(cta, where);
   checked(here(), src, bytes, "bulk copy", where);
   checked(to, dst, bytes, "bulk copy", where);
-  known_barrier(to, bar, where);
-  issue(false, [=, past = issue_past(), from = InFlight(here()), into = InFlight(to)] {
-    const Access access =
-        completing_on("bulk copy", *into.cta, barrier_at(*into.cta, bar, where), past, place_of(where));
-    read_shared(*from.cta, src, bytes, access, /*written_only=*/false);
-    write_shared(*into.cta, dst, bytes, access);
-    copy_unwritten(*from.cta, src, *into.cta, dst, bytes);  // padding may travel too
-    std::memcpy(into.cta->memory + dst, from.cta->memory + src, bytes);
-    complete_bytes(*into.cta, bar, bytes, where);
-  });
+  issue_arrival(
+      known_barrier(to, bar, where), [=, past = issue_past(), from = InFlight(here()), into = InFlight(to)] {
+        const Access access =
+            completing_on("bulk copy", *into.cta, barrier_at(*into.cta, bar, where), past, place_of(where));
+        read_shared(*from.cta, src, bytes, access, /*written_only=*/false);
+        write_shared(*into.cta, dst, bytes, access);
+        copy_unwritten(*from.cta, src, *into.cta, dst, bytes);  // padding may travel too
+        std::memcpy(into.cta->memory + dst, from.cta->memory + src, bytes);
+        complete_bytes(*into.cta, bar, bytes, where);
+      });
 }
 
 void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where) {
   maybe_preempt();
   Cta& to = cta_of_cluster(cta, where);
   checked(to, address, 4, "st.async", where);
-  known_barrier(to, bar, where);
-  issue(false, [=, past = issue_past(), into = InFlight(to)] {
+  issue_arrival(known_barrier(to, bar, where), [=, past = issue_past(), into = InFlight(to)] {
     const MBarrier& barrier = barrier_at(*into.cta, bar, where);
     write_shared(*into.cta, address, 4, completing_on("st.async", *into.cta, barrier, past, place_of(where)));
     std::memcpy(into.cta->memory + address, &value, 4);

@@ -206,6 +206,8 @@ struct Machine {
   std::vector<std::unique_ptr<Cta>> ctas;  // resident
   // Asynchronous operations that have been issued. Each has one effect, whose moment the adversary chooses.
   std::vector<std::function<void()>> copies, wgmmas;
+  std::vector<std::pair<MBarrier*, std::function<void()>>>
+      arrivals;  // and copies that complete on barriers of other CTAs
   std::vector<Fiber*> polling, sleeping, frozen;
   int turns_to_freeze = 0;
   uint64_t now_ns = 1000000;
@@ -234,6 +236,7 @@ void wait_polling(const Where& where, std::function<std::string()> reason);
 void wake(Fiber* fiber);
 void maybe_preempt(bool often = false);
 void issue(bool is_wgmma, std::function<void()> effect);
+void issue_arrival(MBarrier& barrier, std::function<void()> effect);
 void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluster, int rank_in_cluster);
 
 // --- shared_memory.cc ---
@@ -261,7 +264,7 @@ void leave_barriers(Cta& cta);
 Cta& cta_of_cluster(int rank, const Where& where);
 
 // --- memory.cc ---
-constexpr size_t kArenaBytes = size_t{16} << 30;  // of addresses
+constexpr size_t kArenaBytes = size_t{64} << 30;  // of addresses, few of which have memory
 void* allocate(int64_t bytes, int device, const char* name);
 std::string describe_global(const void* address);
 // What the last write of a word tells those that acquire it; `device` -1: also on other devices.

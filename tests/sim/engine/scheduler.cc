@@ -85,7 +85,7 @@ void finish_cta(Cta* cta) {
   check_exit(*cta);
   if (cta->in_flight > 0) {
     report("the CTA has exited while " + std::to_string(cta->in_flight) +
-           " asynchronous operations still access its shared memory");
+           " asynchronous operations, or arrivals of other CTAs, still access its shared memory");
   }
   cta->exited = true;
   forget_shared(*cta);
@@ -154,19 +154,41 @@ Fiber* pick() {
 }
 
 void deliver(std::vector<std::function<void()>>& operations) {
-  const auto at = static_cast<size_t>(machine.draw(static_cast<int>(operations.size())));
-  std::swap(operations[at], operations.back());
+  const Policy& policy = machine.config.policy;
+  // The newest first, mostly: what waits for others is issued again.
+  const bool newest = policy.when == Policy::When::kLatest && policy.order == Policy::Order::kLifo;
+  if (!newest || machine.draw(4) == 0) {
+    const auto at = static_cast<size_t>(machine.draw(static_cast<int>(operations.size())));
+    std::swap(operations[at], operations.back());
+  }
   const std::function<void()> effect = std::move(operations.back());
   operations.pop_back();
   machine.idle_jumps = 0;
   effect();
 }
 
+// The same of arrivals. Late ones that nobody waits for are the last.
+bool deliver_arrival() {
+  auto& arrivals = machine.arrivals;
+  if (arrivals.empty()) return false;
+  auto at = static_cast<size_t>(machine.draw(static_cast<int>(arrivals.size())));
+  for (size_t i = 0; i < arrivals.size() && machine.config.policy.when == Policy::When::kLatest; ++i) {
+    if (arrivals[at].first->queue.waiting.empty()) at = (at + 1) % arrivals.size();
+  }
+  std::swap(arrivals[at], arrivals.back());
+  const std::function<void()> effect = std::move(arrivals.back().second);
+  arrivals.pop_back();
+  machine.idle_jumps = 0;
+  effect();
+  return true;
+}
+
 // Lets one of the operations in flight take effect; whether there was one.
 bool deliver_any() {
   std::vector<std::function<void()>>&copies = machine.copies, &wgmmas = machine.wgmmas;
-  if (copies.empty() && wgmmas.empty()) return false;
   const Policy& policy = machine.config.policy;
+  if (policy.when == Policy::When::kRandom && machine.draw(3) == 0 && deliver_arrival()) return true;
+  if (copies.empty() && wgmmas.empty()) return false;
   bool copy = !copies.empty();
   if (!copies.empty() && !wgmmas.empty()) {
     copy = policy.when == Policy::When::kLatest ? policy.wgmma_last : machine.draw(2) == 0;
@@ -262,6 +284,7 @@ void reset_machine(const MachineConfig& config) {
   machine.ctas.clear();
   machine.copies.clear();
   machine.wgmmas.clear();
+  machine.arrivals.clear();
   machine.polling.clear();
   machine.sleeping.clear();
   machine.frozen.clear();
@@ -330,6 +353,14 @@ void issue(bool is_wgmma, std::function<void()> effect) {
     effect();
   } else {
     (is_wgmma ? machine.wgmmas : machine.copies).push_back(std::move(effect));
+  }
+}
+
+void issue_arrival(MBarrier& barrier, std::function<void()> effect) {
+  if (machine.config.policy.when == Policy::When::kEarliest) {
+    effect();
+  } else {
+    machine.arrivals.emplace_back(&barrier, std::move(effect));
   }
 }
 
@@ -402,6 +433,8 @@ void run_all() {
       std::swap(machine.sleeping[static_cast<size_t>(at)], machine.sleeping.back());
       make_runnable(machine.sleeping.back());
       machine.sleeping.pop_back();
+    } else if (deliver_arrival()) {
+      continue;
     } else if (release_late_rank()) {
       advance_streams();
     } else if (machine.ctas.empty() && streams_empty()) {
