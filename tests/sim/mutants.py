@@ -1,6 +1,6 @@
 """One-line changes of csrc, each of which breaks a rule that a kernel rests on: the simulator notices all.
 
-    mutants.py [name ...]       run all of them, or the named ones
+    mutants.py [name ...]       run all of them, or the named ones; --seeds: only so many of each case
     mutants.py --list
 
 Each mutant is a copy of csrc with one line changed. Its program runs seeded cases until one fails; the report
@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import simulator
@@ -48,6 +49,8 @@ KERNELS_OF = {
     "refused": (*_AR, "gemm_ar/gemm_ar_fp8.cu"),
     **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), ("gemm/gemm_fp8.cu",)),
     "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "ag_gemm/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
+    "fp8_gemm_rs": ("gemm_rs/gemm_rs_fp8.cu",),
+    "fp8_gemm_ar": ("gemm_ar/gemm_ar_fp8.cu",),
     "fp8_grouped_gemm": ("moe/grouped_gemm_fp8.cu",),
     "fp8_moe_layers": ("moe/layers_fp8.cu",),
     "quantize": ("gemm/quantize.cu",),
@@ -86,7 +89,7 @@ def table() -> list[Mutant]:
     ]
 
 
-def verdict(mutant: Mutant) -> str | None:
+def verdict(mutant: Mutant, seeds: int | None = None) -> str | None:
     """How the mutant was noticed, or None."""
     source = (simulator.ROOT / "csrc" / mutant.file).read_text()
     if source.count(mutant.old) != 1:
@@ -102,9 +105,8 @@ def verdict(mutant: Mutant) -> str | None:
         (root / "csrc" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
         for program, case in mutant.cases:
             binary = simulator.build(program, root, (mutant.file, *(mutant.kernels or KERNELS_OF[case])))
-            done = simulator.run(
-                binary, case, seed=mutant.seed, cases=CASES.get(case, 54), cpu_seconds=CPU_SECONDS
-            )
+            count = CASES.get(case, 54) if seeds is None else seeds
+            done = simulator.run(binary, case, seed=mutant.seed, cases=count, cpu_seconds=CPU_SECONDS)
             binary.unlink()
             if done.returncode != 0:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("sim:")]
@@ -119,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Mutates csrc line by line; the simulator must notice.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--seeds", type=int, help="of each case; make test runs 6, CI 18")
     arguments = parser.parse_args()
     mutants = table()
     unknown = set(arguments.names) - {mutant.name for mutant in mutants}
@@ -129,9 +132,10 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.name:28} {mutant.file}")
         return 0
+    run = partial(verdict, seeds=arguments.seeds)
     survivors, explained = [], []
     with ThreadPoolExecutor(simulator.JOBS) as pool:
-        for mutant, how in zip(chosen, pool.map(verdict, chosen), strict=True):
+        for mutant, how in zip(chosen, pool.map(run, chosen), strict=True):
             why_not = mutant.equivalent or (mutant.gap and f"gap: {mutant.gap}")
             if how is None and not why_not:
                 survivors.append(mutant.name)

@@ -14,7 +14,13 @@ from effort import some
 
 # Policies repeat every 18 seeds: then each combination of the adversary's choices sees some shapes.
 CASES = some(18)
-KINDS = [(program.name, case, 1, CASES) for program in simulator.PROGRAMS.values() for case in program.cases]
+# Of small problems that take milliseconds.
+MANY = dict.fromkeys(("gemm", "fp8_gemm"), 3 * CASES)
+KINDS = [
+    (program.name, case, 1, MANY.get(program.name, CASES))
+    for program in simulator.PROGRAMS.values()
+    for case in program.cases
+]
 Runs = dict[tuple[str, int], Future[subprocess.CompletedProcess[str]]]
 
 

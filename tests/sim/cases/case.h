@@ -49,15 +49,18 @@ inline float widened(uint16_t bits, DType dtype) {
                                    : static_cast<float>(__half{bits});
 }
 
-// A matrix in a rank's memory, and the integers that it was filled with.
+// A matrix in a rank's memory, and the integers that it was filled with. `before`: rows in front of these, which have
+// addresses and no memory.
 struct Values {
-  int rows, columns, stride;
+  int rows, columns, stride, before;
   uint16_t* data;
   std::vector<int> values;
 
-  Values(int device, const char* name, int rows, int columns, int padding = 0)
-      : rows(rows), columns(columns), stride(columns + padding) {
-    data = static_cast<uint16_t*>(sim::allocate(static_cast<int64_t>(rows) * stride * 2, device, name));
+  Values(int device, const char* name, int rows, int columns, int padding = 0, int before = 0)
+      : rows(rows), columns(columns), stride(columns + padding), before(before) {
+    const int64_t all = static_cast<int64_t>(before) + rows;
+    data = static_cast<uint16_t*>(sim::allocate(all * stride * 2, device, name)) +
+           static_cast<int64_t>(before) * stride;
     for (int64_t i = 0; i < static_cast<int64_t>(rows) * stride; ++i) data[i] = kUntouched;
   }
   static constexpr uint16_t kUntouched = 0x7FA5;  // a NaN of both types
@@ -76,8 +79,15 @@ struct Values {
   int at(int row, int column) const {
     return values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)];
   }
-  Matrix matrix() const { return {data, rows, columns, stride}; }
+  Matrix matrix() const {
+    return {data - static_cast<int64_t>(before) * stride, before + rows, columns, stride};
+  }
 };
+
+// For every other seed: how many rows to leave in front, so that offsets of rows of so many units need 64 bits.
+inline int far_rows(uint64_t seed, int64_t units) {
+  return seed % 2 == 0 || units < 2 ? 0 : static_cast<int>((int64_t{1} << 31) / units + 1);
+}
 
 // product[m][n] of x [m, k] and a weight [n, k], or [k, n].
 std::vector<int> multiply(const Values& x, const Values& weight, bool transposed);

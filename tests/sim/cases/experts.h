@@ -93,23 +93,27 @@ struct SortedRows {
   bool indexed;
   std::vector<int32_t> offsets = {0}, rows;
   int room, m;  // rows of the result, of which the last ones may be no expert's; rows of x
+  int before;   // rows in front of these
   const int32_t *device_offsets, *device_rows;
 
   // count(): how many rows the next expert has.
   template <class Count>
-  SortedRows(Random& random, int experts, bool indexed, const Count& count) : indexed(indexed) {
+  SortedRows(Random& random, int experts, bool indexed, const Count& count, int before = 0)
+      : indexed(indexed), before(indexed ? before : 0) {
     for (int expert = 0; expert < experts; ++expert) offsets.push_back(offsets.back() + count());
     room = offsets.back() + random.below(3) * 50;
     m = indexed ? 50 : std::max(1, offsets.back());
     for (int row = 0; row < offsets.back(); ++row) rows.push_back(indexed ? random.below(m) : row);
     device_offsets = copied(offsets, 0, "offsets");
-    device_rows = copied(rows, 0, "rows");
+    std::vector<int32_t> places = rows;
+    for (int32_t& place : places) place += this->before;
+    device_rows = copied(places, 0, "rows");
   }
 
   int experts() const { return static_cast<int>(offsets.size()) - 1; }
   std::string words() const {
     return std::to_string(experts()) + " experts, " + std::to_string(offsets.back()) + " rows" +
-           (indexed ? ", indexed, " : ", ");
+           (before > 0 ? ", far" : "") + (indexed ? ", indexed, " : ", ");
   }
   void give(flux::moe::GroupedGemmArgs& args) const {
     args.offsets = device_offsets;

@@ -30,7 +30,7 @@ std::vector<int> multiply(const Fp8Values& x, const ScaleValues& x_scales, const
 
 void expect(const Floats& out, const std::vector<int>& expected, const char* name) {
   for (int row = 0; row < out.rows; ++row) {
-    for (int column = 0; column < out.stride; ++column) {
+    for (int column = 0; column < out.checked(); ++column) {
       const float found = out.data[static_cast<int64_t>(row) * out.stride + column];
       const bool inside = column < out.columns;
       const float right =

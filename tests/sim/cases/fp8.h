@@ -141,8 +141,11 @@ struct Floats {
   Floats(int device, const char* name, int rows, int columns, int padding = 0)
       : rows(rows), columns(columns), stride(columns + padding) {
     data = static_cast<float*>(sim::allocate(static_cast<int64_t>(rows) * stride * 4, device, name));
-    std::fill_n(data, static_cast<int64_t>(rows) * stride, kUntouched);
+    for (int row = 0; row < rows; ++row)
+      std::fill_n(data + static_cast<int64_t>(row) * stride, checked(), kUntouched);
   }
+  // Columns of `stride` that have memory, if rows lie far apart.
+  int checked() const { return std::min(stride, columns + 8); }
   static constexpr float kUntouched = -0.125f;
   void fill(const Values& values) const {
     std::copy(values.values.begin(), values.values.end(), data);

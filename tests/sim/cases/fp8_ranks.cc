@@ -37,11 +37,14 @@ struct Problem {
   DType x_dtype, dtype;
   bool fast;
 
-  Problem(Random& random, bool promotes, int k)
+  // by_rows: each row of x and each column of the result has a scale.
+  Problem(Random& random, bool promotes, int k, bool by_rows = false)
       : kinds(cases::draw_kinds(random, promotes && k % cases::kScaleBlock == 0)),
         x_dtype(promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3),
         dtype(static_cast<DType>(random.below(2))),
-        fast(!promotes || (!kinds.blocks() && random.below(2) == 0)) {}
+        fast(!promotes || (!kinds.blocks() && random.below(2) == 0)) {
+    if (by_rows) kinds = {ScaleValues::Kind::kRows, ScaleValues::Kind::kRows};
+  }
   std::string name() const { return kinds.name() + std::string(x_dtype == DType::kE5M2 ? "e5m2, " : ""); }
 };
 
@@ -177,8 +180,9 @@ void gemm_ar(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
+  const bool tall = seed % 3 == 1;   // tiles of rows that have their own scales, and sum in the launch
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
-  const bool swaps = random.below(2) == 0, adds = random.below(2) == 0;
+  const bool swaps = random.below(2) == 0 && !tall, adds = random.below(2) == 0;
   const bool norms = random.below(2) == 0, quantises = norms && random.below(3) != 0;
   const int n = 64 * random.between(1, many ? 1 : 5) - 8 * random.below(3), k = draw_k(random, many ? 2 : 4);
   int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
@@ -194,7 +198,7 @@ void gemm_ar(uint64_t seed) {
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
-    const int id = draw_tile(random, flux::gemm::supports_gathering);
+    const int id = draw_tile(random, tall ? flux::gemm::supports_exchange : flux::gemm::supports_gathering);
     const TileConfig& tile = flux::gemm::kTileConfigs[id];
     promotes = tile.promotes();
     Cluster cluster =
@@ -203,9 +207,10 @@ void gemm_ar(uint64_t seed) {
       cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
     size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
     if (!many) m = random.one_of({m, 128, 128 + m});
+    if (tall) m = 128 + m % 128;
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 1);
   }
-  const Problem problem(random, promotes, k);
+  const Problem problem(random, promotes, k, tall);
   const int num_sms = many ? 2 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +

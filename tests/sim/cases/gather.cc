@@ -31,8 +31,10 @@ struct Way {
   std::string name() const { return copied ? "chunks of " + std::to_string(chunk_rows) + ", " : ""; }
 };
 
-Ranks gathering_ranks(const flux::ag_gemm::Layout& layout) {
-  return {layout.world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0}};
+Ranks gathering_ranks(const flux::ag_gemm::Layout& layout, uint64_t seed, const Way& way) {
+  return {layout.world_size,
+          {layout.num_signals() * 4, layout.slot_bytes(), 0},
+          way.copied ? 0 : cases::epochs_before(seed)};
 }
 
 // A rank's operands of all calls. The stream overwrites x behind each call.
@@ -93,7 +95,8 @@ void all_gather(uint64_t seed) {
   start(seed, world_size, random.one_of({1, 3, 8}), random);
   cases::describe(way.name() + (begins ? "begun, " : "") + words(world_size, rows * world_size, k, 0, dtype));
 
-  const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(rows * world_size, k, world_size));
+  const Ranks region =
+      gathering_ranks(flux::ag_gemm::make_layout(rows * world_size, k, world_size), seed, way);
   std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
@@ -161,7 +164,7 @@ void ag_gemm(uint64_t seed) {
                   (num_weights > 1 ? "two weights, " : "") + (collects ? "collected, " : "") +
                   std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, dtype));
 
-  const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(m, k, world_size));
+  const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(m, k, world_size), seed, way);
   std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
   std::vector<std::vector<Columns>> columns(static_cast<size_t>(world_size));
   const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));

@@ -107,15 +107,17 @@ void grouped_gemm(uint64_t seed) {
   const bool transposed = !swiglu && random.below(2) == 0;
   start(seed, 1, random.one_of({1, 2, 8}), random);
 
-  const SortedRows sorted(random, experts, indexed,
-                          [&] { return many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300}); });
+  const SortedRows sorted(
+      random, experts, indexed,
+      [&] { return many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300}); },
+      cases::far_rows(seed, k * 2));
   const Weights weight(random, 0, experts, n, k, transposed, dtype);
   cases::describe(sorted.words() + weight.words() + ", tile " + std::to_string(config) + ", activation " +
                   std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
                   std::to_string(sim::machine.config.resident) + " resident");
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
-    xs.emplace_back(0, "x", sorted.m, k);
+    xs.emplace_back(0, "x", sorted.m, k, 0, sorted.before);
     xs.back().fill(random, dtype, 1);
     outs.emplace_back(0, "out", std::max(1, sorted.room), swiglu ? n / 2 : n);
     flux::moe::GroupedGemmArgs args = {};
@@ -145,12 +147,13 @@ void combine(uint64_t seed) {
   start(seed, 1, random.one_of({1, 8}), random);
   cases::describe(std::to_string(tokens) + " tokens, top " + std::to_string(top_k) + ", " +
                   std::to_string(rows) + " x " + std::to_string(n));
-  Values products(0, "products", rows, n, 8 * random.below(2)), out(0, "out", std::max(1, tokens), n);
+  const int padding = 8 * random.below(2), before = cases::far_rows(seed, (n + padding) * 2);
+  Values products(0, "products", rows, n, padding, before), out(0, "out", std::max(1, tokens), n);
   products.fill(random, dtype, 8);
   std::vector<int32_t> positions;
   std::vector<float> weights, expected;
   for (int i = 0; i < tokens * top_k; ++i) {
-    positions.push_back(random.below(4) == 0 ? -1 : random.below(rows));
+    positions.push_back(random.below(4) == 0 ? -1 : before + random.below(rows));
     weights.push_back(random.one_of({1.0f, 2.0f, 0.5f, -1.0f}));
   }
   auto* const device_weights =
@@ -166,7 +169,7 @@ void combine(uint64_t seed) {
       for (int i = token * top_k; i < (token + 1) * top_k; ++i) {
         const int position = positions[static_cast<size_t>(i)];
         if (position >= 0)
-          sum += weights[static_cast<size_t>(i)] * static_cast<float>(products.at(position, column));
+          sum += weights[static_cast<size_t>(i)] * static_cast<float>(products.at(position - before, column));
       }
       expected.push_back(sum);
     }
@@ -225,16 +228,18 @@ void expert_rows(uint64_t seed) {
   };
   std::vector<float> scores;
   std::vector<int32_t> tokens;
+  const int before = cases::far_rows(seed, n / 8);
   for (int row = 0; row < end; ++row) {
     scores.push_back(random.one_of({1.0f, 2.0f, 0.5f, -4.0f}));
-    tokens.push_back(random.below(20));
+    tokens.push_back(before + random.below(20));
   }
   const float* const device_scores = scaled ? copied_floats(scores, "scores") : nullptr;
   const auto score = [&](int row) { return scaled ? scores[static_cast<size_t>(row)] : 1.0f; };
 
-  Values x(0, "x", 20, n), gathered = made("gathered", n);
+  Values x(0, "x", 20, n, 0, before), gathered = made("gathered", n);
   x.fill(random, dtype, 8);
-  flux::moe::gather_rows(rows, x.data, copied(tokens, 0, "tokens"), device_scores, gathered.data, nullptr);
+  flux::moe::gather_rows(rows, x.matrix().data, copied(tokens, 0, "tokens"), device_scores, gathered.data,
+                         nullptr);
 
   Values finished = filled("finished", n, 8);
   const Values other = filled("other", n, 4);
@@ -271,7 +276,8 @@ void expert_rows(uint64_t seed) {
     float sum = 0;
     std::vector<double> of_ups;
     for (int i = 0; i < n; ++i) {
-      of_gather.push_back(score(row) * static_cast<float>(x.at(tokens[static_cast<size_t>(row)], i)));
+      of_gather.push_back(score(row) *
+                          static_cast<float>(x.at(tokens[static_cast<size_t>(row)] - before, i)));
       of_finish.push_back(score(row) * static_cast<float>(finished.at(row, i)));
       sum += static_cast<float>(finished.at(row, i) * other.at(row, i));
       const double z = product.at(row, i), up = gated ? product.at(row, n + i) : 1, g = grad.at(row, i);
@@ -400,7 +406,8 @@ void layers(uint64_t seed) {
   const int signals = cases::layer_signals(layout, sizes.n1, config1, tiles_per_chunk);
   const Ranks region(world_size,
                      {peers * signals * 4, peers * layout.max_tokens * std::max(sizes.k0, sizes.n1) * 2,
-                      routes ? route_exchange_bytes(layout) : 0});
+                      routes ? route_exchange_bytes(layout) : 0},
+                     cases::epochs_before(seed));
   const int experts = layout.local_experts(),
             columns0 = sizes.activation == Activation::kSwiglu ? sizes.n0 / 2 : sizes.n0;
   std::vector<Weights> weights0, weights1;

@@ -89,7 +89,8 @@ void gemm_rs(uint64_t seed, bool freezes) {
                   (rounds_own ? "own rounded, " : "") + words(world_size, m, n, k, dtype));
 
   const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
-  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0},
+                    copied ? 0 : cases::epochs_before(seed));
   std::vector<Product> products;
   std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
   for (int rank = 0; rank < world_size; ++rank) {

@@ -1,6 +1,7 @@
 // Several ranks in one process: a symmetric buffer on each, and the record of its first error.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -49,10 +50,15 @@ struct Sizes {
   int64_t signal_bytes = 0, slot_bytes = 0, exchange_bytes = 0;
 };
 
+// For every other seed: so many calls before the first one that epochs begin anew.
+inline uint32_t epochs_before(uint64_t seed) { return seed % 2 == 0 ? ~1u : 0; }
+
 struct Ranks {
   std::vector<flux::runtime::SymmBuffer> symm;
+  uint32_t before;  // epochs of earlier calls
 
-  Ranks(int world_size, Sizes sizes) : symm(static_cast<size_t>(world_size)) {
+  Ranks(int world_size, Sizes sizes, uint32_t before = 0)
+      : symm(static_cast<size_t>(world_size)), before(before) {
     const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
     sizes = {whole(sizes.signal_bytes + 4 * world_size), whole(sizes.slot_bytes),
              whole(sizes.exchange_bytes)};
@@ -62,7 +68,10 @@ struct Ranks {
       void* const memory = sim::allocate(bytes + 2 * sizes.exchange_bytes, rank, "symmetric buffer");
       // Slots hold NaNs until peers write to them, as exchange buffers do.
       std::memset(memory, 0xFF, static_cast<size_t>(bytes + 2 * sizes.exchange_bytes));
-      std::memset(memory, 0, static_cast<size_t>(flux::runtime::kHeaderBytes + sizes.signal_bytes));
+      std::memset(memory, 0, flux::runtime::kHeaderBytes);
+      static_cast<flux::runtime::Header*>(memory)->epoch = before;
+      std::fill_n(reinterpret_cast<uint32_t*>(static_cast<char*>(memory) + flux::runtime::kHeaderBytes),
+                  sizes.signal_bytes / 4, before);
       sim::mark_written(memory, flux::runtime::kHeaderBytes + sizes.signal_bytes);
       sim::mark_written(static_cast<char*>(memory) + bytes, 2 * sizes.exchange_bytes);
       peers.push_back(reinterpret_cast<uint64_t>(memory));
@@ -106,7 +115,7 @@ struct Ranks {
   void expect_rest(uint32_t calls) const {
     for (const auto& mine : symm) {
       const flux::runtime::Header& header = *mine.header();
-      bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
+      bool rests = header.epoch == before + calls && header.ctas_done == 0 && header.next_tile == 0 &&
                    header.next_piece == 0 && header.ctas_begun == 0 && header.next_share == 0 &&
                    header.aborted == 0;
       for (const uint32_t pieces : header.pieces_staged) rests &= pieces == 0;
