@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     Output::template finish<Element>(params.output, call, shares,
                                      SpareMemory{stages, kTile.stages * kStageBytes});
     if constexpr (kTile.in_pairs) {
-      // The partner's last releases of stages: the cluster barrier below does not wait for them (sm90_gemm.cuh).
+      // The partner's last releases of stages: the cluster barrier below does not wait for them (gemm.cuh).
       if (sharers > 1 && threadIdx.x == 0) {
 #pragma unroll 1
         for (int stage = 0; stage < kTile.stages; ++stage, ring.advance())
