@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, asked, asked_of_one_and_of_several, by_name, questions
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -289,7 +290,15 @@ def second_derivatives(rank: int, world_size: int) -> None:
     torch.autograd.gradgradcheck(lambda x, w: gemm_rs_with_gather(x, w, x), tensors[:2])
     for activation in ("swiglu", "gelu"):
         mlp = ParallelMLP(3, 2, activation=activation, dtype=torch.float64)
-        torch.autograd.gradgradcheck(lambda x, *_, mlp=mlp: mlp(x), (tensors[0], *mlp.parameters()))
+        held: dict[str, Any] = dict(mlp.named_parameters())
+
+        def call(x: torch.Tensor, *parts: torch.Tensor, mlp: Any = mlp, held: Any = held) -> Any:
+            like = zip(held.items(), parts, strict=True)
+            placed = {n: DTensor.from_local(part, q.device_mesh, q.placements) for (n, q), part in like}
+            return torch.func.functional_call(mlp, placed, x)
+
+        parts = [leaf(parameter.to_local().detach()) for parameter in held.values()]
+        torch.autograd.gradgradcheck(call, (tensors[0], *parts))
 
 
 def test_gradcheck_of_one_rank() -> None:

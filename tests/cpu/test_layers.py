@@ -150,6 +150,8 @@ def compiled(rank: int, p: int) -> None:
             )
             expected = own("mlp.up_proj.weight", plain.mlp.up_proj.weight.grad, rank, p)
             torch.testing.assert_close(local(weight.main_grad if fusion else weight.grad), expected)
+            of_norm = block.norm.weight.grad.full_tensor()  # sums what is Partial
+            torch.testing.assert_close(of_norm, plain.norm.weight.grad)
 
 
 class Calls(TorchDispatchMode):
