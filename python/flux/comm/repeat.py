@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -76,14 +76,16 @@ class Recipe:
     that the call allocates.
     """
 
-    def __init__(self, *given: Any, within: Recipe | None = None) -> None:
+    def __init__(self, operator: int, given: Mapping[str, Any], within: Recipe | None = None) -> None:
         """
         Args:
-            given: the arguments of `KnownCalls.call`: the operator's number, then tensors and options.
+            operator: its number.
+            given: tensors and options by name, in the order in which `KnownCalls.call` gets them.
             within: of the call that this one is a part of. Then it is not known itself, but with the whole.
         """
-        self.given = given
+        self.given = (operator, *given.values())
         self.within = within
+        self._numbers = dict(zip(given, range(1, len(given) + 1), strict=True))
         self.fresh: list[Fresh | None] = []  # None: a step makes it
         self.block: Fresh | None = None
         self.results: list[int] = []
@@ -92,21 +94,37 @@ class Recipe:
         self._parts: list[Part] = []
         self._theirs: list[torch.Tensor] = []  # made by parts
 
-    def allocates(self, tensor: torch.Tensor, like: int) -> int:
-        """The operand for a tensor that the call allocates on the device of argument number `like`."""
+    def number(self, name: str) -> int:
+        """The operand for an argument, which may be absent."""
+        return self._numbers.get(name, ABSENT)
+
+    def numbers(self, *names: str) -> list[int]:
+        """As number, for several arguments."""
+        return list(map(self._numbers.get, names, itertools.repeat(ABSENT)))
+
+    def in_place(self, **operands: torch.Tensor | None) -> bool:
+        """Whether kernels read these arguments themselves, and no copies."""
+        for name, operand in operands.items():
+            if operand is not None and operand.data_ptr() != self.given[self._numbers[name]].data_ptr():
+                return False
+        return True
+
+    def allocates(self, tensor: torch.Tensor) -> int:
+        """The operand for a tensor that the call allocates, on the device of its arguments."""
         usual = torch.empty(tensor.shape, device="meta").stride()
         strides = None if tensor.stride() == usual else tensor.stride()
-        self.fresh.append((tuple(tensor.shape), strides, like, self._dtype(tensor, like), None))
+        self.fresh.append((tuple(tensor.shape), strides, *self._like(tensor), None))
         self._made.append(tensor)
         return -len(self.fresh)
 
-    def allocates_together(self, tensors: Sequence[torch.Tensor], like: int) -> list[int]:
+    def allocates_together(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The operands for contiguous tensors of one dtype that the call allocates as one block of memory.
 
         Of many small results, the allocations take longest (docs/design/host-cost.md). Once in a recipe.
         """
         assert self.block is None and all(each.is_contiguous() for each in tensors)
-        dtype, end, step = self._dtype(tensors[0], like), 0, _BLOCK_ALIGNMENT // tensors[0].element_size()
+        like, dtype = self._like(tensors[0])
+        end, step = 0, _BLOCK_ALIGNMENT // tensors[0].element_size()
         for tensor in tensors:
             self.fresh.append((tuple(tensor.shape), None, like, dtype, (tensor.stride(), end)))
             self._made.append(tensor)
@@ -114,14 +132,21 @@ class Recipe:
         self.block = ((end,), None, like, dtype, None)
         return list(range(len(tensors) - len(self.fresh) - 1, -len(self.fresh) - 1, -1))
 
-    def _dtype(self, tensor: torch.Tensor, like: int) -> torch.dtype | None:
-        dtype: torch.dtype = tensor.dtype
-        return None if dtype == self.given[like].dtype else dtype
+    def _like(self, tensor: torch.Tensor) -> tuple[int, torch.dtype | None]:
+        """The number of an argument on the same device; the dtype, unless that argument has the same."""
+        first = 0
+        for number, given in enumerate(self.given):
+            if isinstance(given, torch.Tensor):
+                if given.dtype == tensor.dtype:
+                    return number, None
+                first = first or number
+        return first, tensor.dtype
 
-    def returns(self, tensor: torch.Tensor, like: int, argument: int | None = None) -> int:
-        """The operand for a result: argument number `argument` if that was given, else a fresh tensor."""
-        given = argument is not None and self.given[argument] is not None
-        self.results.append(argument if given and argument is not None else self.allocates(tensor, like))
+    def returns(self, tensor: torch.Tensor, argument: str = "") -> int:
+        """The operand for a result: that argument if it was given, else a fresh tensor."""
+        number = self.number(argument)
+        given = number != ABSENT and self.given[number] is not None
+        self.results.append(number if given else self.allocates(tensor))
         return self.results[-1]
 
     def add(
@@ -156,11 +181,11 @@ class Recipe:
         be repeated: not all of them could be known, or one has an operand that this recipe does not name.
         """
         given = {i: each for i, each in enumerate(self.given) if isinstance(each, torch.Tensor)}
-        like, own = next(iter(given)), {each.data_ptr() for each in (*given.values(), *self._made)}
+        own = {each.data_ptr() for each in (*given.values(), *self._made)}
         for each in self._theirs:
             if each.data_ptr() not in own:
                 own.add(each.data_ptr())
-                self.allocates(each, like)
+                self.allocates(each)
         given |= {-1 - i: each for i, each in enumerate(self._made)}
         numbers = {tensor.data_ptr(): number for number, tensor in given.items()}
         tensors = [each for part in self._parts for of_kernel in part.operands for each in of_kernel]

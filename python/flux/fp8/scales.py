@@ -333,9 +333,14 @@ def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
-def tensors(scales: Scales | None) -> tuple[Tensor, ...]:
-    """The tensors among scales."""
-    return () if scales is None else scales[:2]
+def tensors(scales: Scales | None) -> dict[str, Tensor]:
+    """The tensors among scales, by the names of arguments."""
+    return {} if scales is None else {"scale_x": scales.x, "scale_w": scales.w}
+
+
+def by_name(scales: Scales | None) -> dict[str, Any]:
+    """The arguments that scales were given by, for flux.comm.repeat."""
+    return {} if scales is None else dict(zip(NAMES, scales, strict=True))
 
 
 def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:

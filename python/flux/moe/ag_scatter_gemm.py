@@ -27,7 +27,7 @@ from flux.fp8.packed_rows import Records
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import wide_expert
 from flux.moe import two_level
-from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe, scale_operands
+from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe
 from flux.moe.routing import (
     Routing,
     check_experts,
@@ -238,9 +238,9 @@ def _launch(
         scaled = fp8.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, routing[:10], *options, **scaled)
         enqueue()
-    if (of_scales := scale_operands(recipe, operands, scales)) is not None:
-        used = [1, 2, *ARRAYS, recipe.returns(out, like=1), *of_scales]
-        workspace.remember(recipe, enqueue, [used])
+    if recipe.in_place(x=operands[0], weight=operands[1], **fp8.tensors(scales)):
+        used = [*recipe.numbers("x", "weight", *ARRAYS), recipe.returns(out)]
+        workspace.remember(recipe, enqueue, [used + recipe.numbers("scale_x", "scale_w")])
 
 
 def in_parts(

@@ -31,8 +31,9 @@ def weighted_sum(
     enqueue = functools.partial(_combine, product.contiguous(), positions, weights, out)
     enqueue()
     if within is not None and product.is_contiguous():
-        recipe = repeat.Recipe(_OP, product, positions, weights, within=within)
-        within.add(recipe, enqueue, [[1, 2, 3, recipe.returns(out, like=1)]], [0], [None])
+        given = {"product": product, "positions": positions, "weights": weights}
+        recipe = repeat.Recipe(_OP, given, within)
+        within.add(recipe, enqueue, [[*recipe.numbers(*given), recipe.returns(out)]], [0], [None])
     return out
 
 

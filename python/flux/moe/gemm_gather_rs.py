@@ -28,7 +28,7 @@ from flux.fp8.scales import Scales
 from flux.fp8.wide_product import wide_expert
 from flux.moe import reference, two_level
 from flux.moe.combine import weighted_sum
-from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe, scale_operands
+from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe
 from flux.moe.routing import (
     Routing,
     check_experts,
@@ -248,10 +248,11 @@ def launch(
         arguments = (*operands, routing[:10], routing[10], *sizes, *options)
         enqueue = functools.partial(_kernel, *arguments, **fp8.for_kernel(x, scales))
         enqueue()
-    of_scales = None if recipe is None else scale_operands(recipe, operands, scales)
-    if recipe is not None and of_scales is not None:
-        written = (recipe.allocates(products, like=1), recipe.returns(out, like=1))
-        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, WEIGHTS, *written, *of_scales]])
+    read = {"x": operands[0], "weight": operands[1], **fp8.tensors(scales)}
+    if recipe is not None and recipe.in_place(**read):
+        written = [recipe.allocates(products), recipe.returns(out)]
+        used = recipe.numbers("x", "weight", *ARRAYS, "weights") + written
+        workspace.remember(recipe, enqueue, [used + recipe.numbers("scale_x", "scale_w")])
     return out
 
 
@@ -278,7 +279,7 @@ def in_parts(
         own = slice(routing.num_tokens)
         total = weighted_sum(product, routing.positions[0, own], routing.weights[0, own], recipe)
         if recipe is not None and x.is_cuda:
-            recipe.returns(total, like=1)
+            recipe.returns(total)
             repeat.remember_parts(registry.known_of_one_rank(group), recipe, 2)
         return total.to(dtype)
     partial = weighted_sum(product, routing.positions, routing.weights)

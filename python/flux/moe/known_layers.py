@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from flux import _invariance
-from flux._memory import in_place
 from flux.comm import repeat
-from flux.fp8.scales import Scales, tensors
+from flux.fp8.scales import Scales, by_name
 from flux.moe.routing import Routing
 
-# Of the arguments of a known call: the ten arrays of the routing, its weights, and the scales.
-ARRAYS = tuple(range(3, 13))
-WEIGHTS = 13
-_SCALES = 20
+# Of the arguments of a known call: the ten arrays of the routing.
+ARRAYS = Routing._fields[:10]
 
 
 def known_layer(
@@ -50,20 +46,6 @@ def layer_recipe(
     scales: Scales | None,
 ) -> repeat.Recipe:
     """How a layer is called again. scales: as they were given."""
-    options = (activation, _invariance.active(), *(scales or ()))
-    return repeat.Recipe(op, x, weight, *routing[:15], *options)
-
-
-def scale_operands(
-    recipe: repeat.Recipe, operands: Sequence[torch.Tensor], scales: Scales | None
-) -> list[int] | None:
-    """The operands for the scales of a launch; None if it reads copies of arguments, and cannot be repeated.
-
-    Args:
-        operands: x and weight as the launch reads them.
-        scales: as it reads them.
-    """
-    of_scales = tensors(scales)
-    numbers = range(_SCALES, _SCALES + len(of_scales))
-    given = (*recipe.given[1:3], *(recipe.given[number] for number in numbers))
-    return list(numbers) if in_place((*operands, *of_scales), given) else None
+    given = {"x": x, "weight": weight, **dict(zip(Routing._fields[:15], routing, strict=False))}
+    given |= {"activation": activation, "batch_invariant": _invariance.active(), **by_name(scales)}
+    return repeat.Recipe(op, given)

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 
-from flux._memory import in_place
 from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import NOTHING, round_up
@@ -61,8 +60,8 @@ def run(
 ) -> list[torch.Tensor]:
     """Routes in the kernel. alone: the known calls of a group of one rank, which has no workspace."""
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    options = (layout.num_experts, layout.ep_size, layout.max_tokens)
-    recipe = repeat.Recipe(KNOWN, topk_ids, topk_weights, *options)
+    told = {"num_experts": layout.num_experts, "ep_size": layout.ep_size, "max_tokens": layout.max_tokens}
+    recipe = repeat.Recipe(KNOWN, {"topk_ids": topk_ids, "topk_weights": topk_weights, **told})
     int32 = torch.int32
     # Separate sizes are faster to parse than a list.
     arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
@@ -77,11 +76,11 @@ def run(
         with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
             enqueue = functools.partial(_kernel, *given, symm_buffer, *sizes)
             enqueue()
-    if in_place((ids, weights), (topk_ids, topk_weights)):
-        *used, of_scratch = recipe.allocates_together([*arrays, scratch], like=1)
+    if recipe.in_place(topk_ids=ids, topk_weights=weights):
+        *used, of_scratch = recipe.allocates_together([*arrays, scratch])
         recipe.results += used
-        used.append(recipe.returns(all_weights, like=2))
-        operands = [[1, 2, *used, of_scratch]]
+        used.append(recipe.returns(all_weights))
+        operands = [[*recipe.numbers("topk_ids", "topk_weights"), *used, of_scratch]]
         if workspace is not None:
             workspace.remember(recipe, enqueue, operands)
         elif alone is not None:

@@ -27,8 +27,8 @@ def add_norm_(
         weight: [n].
         within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
     """
-    given = (_OP, total, residual, weight, eps)
-    done = None if within is not None else repeat.without_group().call_below(*given)
+    recipe = repeat.Recipe(_OP, {"total": total, "residual": residual, "weight": weight, "eps": eps}, within)
+    done = None if within is not None else repeat.without_group().call_below(*recipe.given)
     if done is not None:
         return cast(Tensor, done)
     if not _fits(total, residual, weight):
@@ -37,8 +37,7 @@ def add_norm_(
     out = torch.empty_like(total)
     enqueue = functools.partial(_kernel, total, residual, weight, eps, out)
     enqueue()
-    recipe = repeat.Recipe(*given, within=within)
-    operands = [1, 2, 3, recipe.returns(out, like=1)]
+    operands = [*recipe.numbers("total", "residual", "weight"), recipe.returns(out)]
     repeat.remember(repeat.without_group(), recipe, enqueue, [operands])
     return out
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
-from flux._memory import in_place, movable, readable, writable
+from flux._memory import movable, readable, writable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
@@ -129,7 +129,7 @@ def call(
         if done is not None:
             return cast(torch.Tensor, done)
     shape = checks.all_gather_args("all_gather", x, p)
-    recipe = repeat.Recipe(op, _invariance.active(), x, out, within=within)
+    recipe = repeat.Recipe(op, {"batch_invariant": _invariance.active(), "x": x, "out": out}, within)
     out = checks.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
@@ -153,7 +153,7 @@ def _among_ranks(
         if not plan.fused:
             unfused(x, group, out)
         elif isinstance(workspace, CudaWorkspace):
-            recipe.returns(out, like=2, argument=3)
+            recipe.returns(out, "out")
             _fused_cuda(workspace, plan, x2, out2, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _fused_cpu(workspace, plan, epoch, x2, out2)
@@ -232,8 +232,9 @@ def _fused_cuda(
         options = (address, epoch, chunk_rows(plan, epoch), False)
         enqueue = functools.partial(_kernel, source, target, *options)
         enqueue()
-    if target is out and in_place([source], recipe.given[2:3]):
-        workspace.remember(recipe, enqueue, [[2, *recipe.results]], by_copy_engine=epoch > 0)
+    if target is out and recipe.in_place(x=source):
+        used = [recipe.number("x"), *recipe.results]
+        workspace.remember(recipe, enqueue, [used], by_copy_engine=epoch > 0)
     if target is not out:
         out.copy_(target)
 

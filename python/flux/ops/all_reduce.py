@@ -290,9 +290,9 @@ def recipe_of(
     x: Tensor, residual: Tensor | None, end: End, out: Tensor | None, within: repeat.Recipe | None = None
 ) -> repeat.Recipe:
     """How a call is repeated. within: of the call that this one is a part of."""
-    quantised = end[2:] if end.quant else ()
-    given = (_OP, False, x, residual, end.norm_weight, out, end.eps, *quantised)
-    return repeat.Recipe(*given, within=within)
+    given = {"batch_invariant": False, "x": x, "residual": residual, "norm_weight": end.norm_weight}
+    given |= {"out": out, "eps": end.eps, **end.by_name()}
+    return repeat.Recipe(_OP, given, within)
 
 
 def sum_of(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from flux import _invariance, _native
-from flux._memory import aligned, in_place, readable_if_any, writable
+from flux._memory import aligned, readable_if_any, writable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
@@ -165,13 +165,13 @@ def _cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
     scales = fp8.given("gemm", *scaling)
-    given = (_OP, _invariance.active(), x, weight, bias, None, transpose_weight, *(scales or ()))
-    done: torch.Tensor | None = repeat.without_group().call_below(*given)
+    recipe = _recipe(x, weight, bias, transpose_weight, None, scales)
+    done: torch.Tensor | None = repeat.without_group().call_below(*recipe.given)
     if done is not None:
         return done
     shape, m, n, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = checks.output("gemm", None, shape, x, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, repeat.Recipe(*given))
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, recipe)
     return out
 
 
@@ -216,13 +216,14 @@ def _recipe(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transpose_weight: bool,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     scales: Scales | None,
     within: repeat.Recipe | None = None,
 ) -> repeat.Recipe:
-    """How a call with a given `out` is repeated. within: of the call that this one is a part of."""
-    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    return repeat.Recipe(*given, within=within)
+    """How a call is repeated. within: of the call that this one is a part of."""
+    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "bias": bias, "out": out}
+    given |= {"transpose_weight": transpose_weight, **fp8.by_name(scales)}
+    return repeat.Recipe(_OP, given, within)
 
 
 def launch(
@@ -266,9 +267,10 @@ def launch(
     how = (transpose_weight, plan.choice, num_sms)
     enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
     enqueue()
-    of_scales = fp8.tensors(scales)
-    if recipe is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *recipe.given[7:9])):
-        used = [2, 3, 4, recipe.returns(out, like=2, argument=5), *range(7, 7 + len(of_scales))]
+    read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | fp8.tensors(scales)
+    if recipe is not None and target is out2 and recipe.in_place(**read):
+        written = recipe.returns(out, "out")
+        used = [*recipe.numbers("x", "weight", "bias"), written, *recipe.numbers("scale_x", "scale_w")]
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
     if target is not out2:
         out2.copy_(target)

@@ -331,7 +331,8 @@ def _call(
             torch.add(product, added, out=total)
         return end.of(out)
     if (calls := repeat.of_groups.get(group)) is not None:
-        done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
+        given = _given(x, weight, bias, transpose_weight, residual, end, out, scales)
+        done = calls.call_below(_OP, *given.values())
         if done is not None:
             return done
     arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
@@ -368,11 +369,12 @@ def _given(
     end: End,
     out: Tensor | None,
     scales: Scales | None,
-) -> tuple[Any, ...]:
+) -> dict[str, Any]:
     """The arguments of a call for flux.comm.repeat."""
-    tensors = (x, weight, bias, residual, end.norm_weight)
-    options = (None if end.norm_weight is None else end.eps, out, transpose_weight, *(scales or ()))
-    return _OP, _invariance.active(), *tensors, *options, *(end[2:] if end.quant else ())
+    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "bias": bias}
+    given |= {"residual": residual, "norm_weight": end.norm_weight}
+    given |= {"eps": None if end.norm_weight is None else end.eps, "out": out}
+    return given | {"transpose_weight": transpose_weight} | fp8.by_name(scales) | end.by_name()
 
 
 def _among_ranks(
@@ -396,7 +398,8 @@ def _among_ranks(
         plan, shape, m, n, k = found
     else:
         shape, m, n, k = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    recipe = repeat.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
+    given = _given(x, weight, bias, transpose_weight, residual, end, out, scales)
+    recipe = repeat.Recipe(_OP, given)
     end = end.checked("gemm_ar", n, x, scales)
     out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
     total, made = out, None
@@ -424,8 +427,8 @@ def _among_ranks(
         of_sum = reduce.recipe_of(product, residual, end, total, recipe)
         made = reduce.sum_of(product, residual, end, group, total, of_sum, {"bias": bias})
         if isinstance(workspace, CudaWorkspace):
-            end.remembered(recipe, out, made, out_argument=8, quant_scale=0)
-            recipe.allocates(product, like=2)
+            end.remembered(recipe, out, made)
+            recipe.allocates(product)
             workspace.remember_parts(recipe, 2)
     elif plan.way == "composed":
         dealt = m - m % group.size()
@@ -440,7 +443,7 @@ def _among_ranks(
             _among_ranks(x[tail], *operands, added[1], norm_and_quant.NONE, group, total[tail], theirs)
         found = end.of(out)
         if dealt == m and isinstance(workspace, CudaWorkspace):
-            end.follows(recipe, out, found, out_argument=8, quant_scale=11 + len(scales or ()))
+            end.follows(recipe, out, found)
             workspace.remember_parts(recipe, 2 + (residual is not None))
         return found
     else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
-from flux._memory import aligned, in_place, readable_if_any, wide_type, writable
+from flux._memory import aligned, readable_if_any, wide_type, writable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
@@ -267,10 +267,11 @@ def _among_ranks(
         shape, m, n, k = checks.gemm_args(
             "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
         )
-    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    recipe = repeat.Recipe(*given, within=within)
+    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "bias": bias, "out": out}
+    given |= {"transpose_weight": transpose_weight, **fp8.by_name(scales)}
+    recipe = repeat.Recipe(_OP, given, within)
     out = checks.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
-    recipe.returns(out, like=2, argument=5)
+    recipe.returns(out, "out")
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_rs")
     if scales is not None:
@@ -283,7 +284,7 @@ def _among_ranks(
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(m // group.size(), n))
     if plan.way == "parts":
         partial = x.new_empty(m, n, dtype=out.dtype)
-        recipe.allocates(partial, like=2)
+        recipe.allocates(partial)
         plain.run(x2, weight, None, transpose_weight, partial, scales, recipe)
         sum_of(partial, group, out2, {"bias": bias, **also}, recipe_of(partial, out2, recipe))
         if bias is not None:
@@ -375,11 +376,11 @@ def fused_cuda(
         scaled = fp8.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, *options, plan.batch_invariant, **scaled)
         enqueue()
-    of_scales = fp8.tensors(scales)
-    used_here = (*operands, *of_scales)
-    if recipe is not None and in_place(used_here, (*recipe.given[2:5], out, *recipe.given[7:9])):
-        staged = repeat.ABSENT if staging is None else recipe.allocates(staging, like=2)
-        used = [2, 3, 4, *recipe.results, staged, *range(7, 7 + len(of_scales))]
+    read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | fp8.tensors(scales)
+    if recipe is not None and target is out and recipe.in_place(**read):
+        staged = repeat.ABSENT if staging is None else recipe.allocates(staging)
+        used = [*recipe.numbers("x", "weight", "bias"), *recipe.results, staged]
+        used += recipe.numbers("scale_x", "scale_w")
         workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
     if target is not out:
         out.copy_(target)

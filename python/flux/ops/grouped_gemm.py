@@ -10,7 +10,7 @@ import torch
 from flux import _invariance, _native
 from flux._invariance import refuse
 from flux._log import say_once
-from flux._memory import aligned_experts, in_place, readable, taken
+from flux._memory import aligned_experts, readable, taken
 from flux.calls import argument_types, checks
 from flux.calls.schemas import library
 from flux.comm import cuda, repeat
@@ -276,9 +276,11 @@ def _on_gpu(
     scales: Scales | None,
     within: repeat.Recipe | None = None,
 ) -> torch.Tensor:
-    given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *(scales or ()))
+    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "offsets": offsets}
+    given |= {"rows": rows, "activation": activation, **fp8.by_name(scales)}
+    recipe = repeat.Recipe(_OP, given, within)
     if within is None:
-        done: torch.Tensor | None = repeat.without_group().call_below(*given)
+        done: torch.Tensor | None = repeat.without_group().call_below(*recipe.given)
         if done is not None:
             return done
     shape, dtype = _checked(x, weight, offsets, rows, activation, scales), fp8.result_dtype(x, scales)
@@ -288,7 +290,6 @@ def _on_gpu(
         scales = scales.canonical_experts(*weight.shape)
     if why_not(x, weight.shape[1], shape[1], scales) is None:
         out = x.new_empty(shape, dtype=dtype)
-        recipe = repeat.Recipe(*given, within=within)
         launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
         return out
     if rows is not None:
@@ -352,11 +353,11 @@ def launch(
     options = (NUMBERS[activation], out, schedule, config, num_sms)
     enqueue = functools.partial(_kernel, *read, *options, **fp8.for_kernel(x, scales))
     enqueue()
-    of_scales = fp8.tensors(scales)
-    given = () if recipe is None else (x, weight, offsets, rows, *recipe.given[7:9])
-    if recipe is not None and in_place((*read, *of_scales), given):
-        written = [recipe.returns(out, like=2), recipe.allocates(schedule, like=2)]
-        used = [2, 3, 4, 5, *written, *range(7, 7 + len(of_scales))]
+    names = ("x", "weight", "offsets", "rows")
+    by_name = dict(zip(names, read, strict=True)) | fp8.tensors(scales)
+    if recipe is not None and recipe.in_place(**by_name):
+        written = [recipe.returns(out), recipe.allocates(schedule)]
+        used = [*recipe.numbers(*names), *written, *recipe.numbers("scale_x", "scale_w")]
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
 
 

@@ -20,7 +20,6 @@ Quant = Literal["tensor", "token", "group128"]
 QUANTS = ("tensor", "token", "group128")
 NAMES = ("quant", "quant_scale", "ue8m0", "return_norm")  # of arguments, in the order of End
 _E4M3 = torch.float8_e4m3fn
-_NORM_WEIGHT = 6  # of the arguments of gemm_ar's known calls
 
 
 class End(NamedTuple):
@@ -46,6 +45,10 @@ class End(NamedTuple):
                 checks.fail(op, "quant", f"None or one of {', '.join(QUANTS)}", repr(self.quant))
             quantising.checked(op, x, self.quant, self.quant_scale, self.ue8m0, _E4M3, "quant_scale")
         return self._replace(eps=eps)
+
+    def by_name(self) -> dict[str, Any]:
+        """The arguments of a quantisation, for flux.comm.repeat."""
+        return dict(zip(NAMES, self[2:], strict=True)) if self.quant else {}
 
     def same(self) -> Same:
         """What ranks compare of it."""
@@ -105,39 +108,34 @@ class End(NamedTuple):
             "parts": made.parts,
         }
 
-    def remembered(
-        self, recipe: repeat.Recipe, out: Tensor, made: Made | None, out_argument: int, quant_scale: int
-    ) -> tuple[int, int, list[int]]:
+    def remembered(self, recipe: repeat.Recipe, out: Tensor, made: Made | None) -> tuple[int, int, list[int]]:
         """What a launch of a call that is to be known writes (flux.comm.repeat).
 
         Args:
             out: the sum, as the call returns it.
             made: what the launch makes of it.
-            out_argument, quant_scale: numbers of these arguments.
 
         Returns:
             The operands `out` and `residual_out` of the kernel, and those of the quantisation.
         """
         if made is None:
-            return recipe.returns(out, like=2, argument=out_argument), repeat.ABSENT, []
+            return recipe.returns(out, "out"), repeat.ABSENT, []
         found = self.of(out, made)
         if self.quant is None:
-            return recipe.returns(found[0], like=2), recipe.returns(out, like=2), []
-        q, scale, total = (recipe.returns(result, like=2) for result in found[:3])
+            return recipe.returns(found[0]), recipe.returns(out), []
+        q, scale, total = map(recipe.returns, found[:3])
         keep = recipe.returns if self.return_norm else recipe.allocates
-        norm = keep(made.normalised.view(out.shape), like=2)
-        parts = repeat.ABSENT if made.parts is None else recipe.allocates(made.parts, like=2)
-        return norm, total, [q, scale, quant_scale, parts]
+        norm = keep(made.normalised.view(out.shape))
+        parts = repeat.ABSENT if made.parts is None else recipe.allocates(made.parts)
+        return norm, total, [q, scale, recipe.number("quant_scale"), parts]
 
-    def follows(
-        self, recipe: repeat.Recipe, out: Tensor, found: Any, out_argument: int, quant_scale: int
-    ) -> None:
+    def follows(self, recipe: repeat.Recipe, out: Tensor, found: Any) -> None:
         """As `remembered`, for a call whose launches end with the sum, and torch makes `found` of it."""
         if self.norm_weight is None:
-            recipe.returns(out, like=2, argument=out_argument)
+            recipe.returns(out, "out")
             return
         made = [each for each in found if each is not out]
-        numbers = {id(each): recipe.returns(each, like=2) for each in found}
+        numbers = {id(each): recipe.returns(each) for each in found}
         _, eps, quant, _, ue8m0, return_norm = self
         assert eps is not None
 
@@ -148,11 +146,11 @@ class End(NamedTuple):
             q, scales, _, *norm = End(norm_weight, eps, quant, scale, ue8m0, return_norm).of(total)
             return q, scales, *norm
 
-        operands = [numbers[id(out)], _NORM_WEIGHT]
+        operands = [numbers[id(out)], recipe.number("norm_weight")]
         if quant is None:
             recipe.made_by(normalise, operands, made)
         else:
-            recipe.made_by(quantise, [*operands, quant_scale], made)
+            recipe.made_by(quantise, [*operands, recipe.number("quant_scale")], made)
 
 
 class Made(NamedTuple):

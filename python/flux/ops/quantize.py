@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from flux import _native
-from flux._memory import in_place, readable
+from flux._memory import readable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import may_skip_dispatch
 from flux.calls.schemas import library
@@ -127,12 +127,12 @@ def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch
 
 
 def _eager(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
-    given = (_OP, x, quant, scale, ue8m0, dtype)
-    done = repeat.without_group().call_below(*given)
+    given = {"x": x, "quant": quant, "scale": scale, "ue8m0": ue8m0, "dtype": dtype}
+    done = repeat.without_group().call_below(_OP, *given.values())
     if done is not None:
         return cast(Pair, done)
     q, scales = _fake(x, quant, scale, ue8m0, dtype)
-    run(x, quant, scale, ue8m0, q, scales, repeat.Recipe(*given))
+    run(x, quant, scale, ue8m0, q, scales, repeat.Recipe(_OP, given))
     return q, scales
 
 
@@ -167,10 +167,10 @@ def launch(
     source, parts = readable(x), scratch(q, quant, scale)
     enqueue = functools.partial(_kernel, source, q, scales, QUANTS.index(quant), ue8m0, scale, parts)
     enqueue()
-    if recipe is not None and in_place((source,), (x,)):
-        used = [1, recipe.returns(q, like=1), recipe.returns(scales, like=1), 3]
+    if recipe is not None and recipe.in_place(x=source):
+        used = [recipe.number("x"), recipe.returns(q), recipe.returns(scales), recipe.number("scale")]
         if parts is not None:
-            used.append(recipe.allocates(parts, like=1))
+            used.append(recipe.allocates(parts))
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
 
 

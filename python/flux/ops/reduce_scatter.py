@@ -67,7 +67,7 @@ def reduce_scatter(
         assert rows.shape == (2, 64) and (rows == p).all()
     """
     if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, None, None, out)
+        done = calls.call(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x)
@@ -110,7 +110,7 @@ def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor, wire: str | N
 def _eager(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.Tensor:
     group = process_group(group_name)
     if wire is None and (calls := repeat.of_groups.get(group)) is not None:
-        done = calls.call_below(_OP, _invariance.active(), x, None, None, None)
+        done = calls.call_below(_OP, _invariance.active(), x, None)
         if done is not None:
             return cast(torch.Tensor, done)
     out = _fake(x, group_name, wire)
@@ -147,7 +147,7 @@ def recipe_of(
     x: torch.Tensor, out: torch.Tensor | None, within: repeat.Recipe | None = None
 ) -> repeat.Recipe:
     """How a call is repeated. within: of the call that this one is a part of."""
-    return repeat.Recipe(_OP, _invariance.active(), x, None, None, out, within=within)
+    return repeat.Recipe(_OP, {"batch_invariant": _invariance.active(), "x": x, "out": out}, within)
 
 
 def sum_of(

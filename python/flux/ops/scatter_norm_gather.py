@@ -49,22 +49,23 @@ def scatter_norm_gather(
     given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias)
     calls = repeat.of_groups.get(group)
     done = None if calls is None else calls.call_below(*given)
-    total, product = _call(group, *given) if done is None else done
+    total, product = _call(group, *given[1:]) if done is None else done
     return total, product[:tokens] if missing else product
 
 
 @torch.no_grad()
 def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
-    _, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias = given
+    tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias = given
     share = x.shape[0] // group.size()
     total = x.new_empty(tokens, weight.shape[0])
-    recipe = repeat.Recipe(*given)
+    names = ("tokens", "x", "weight", "bias", "residual", "norm_weight", "eps", "next_weight", "next_bias")
+    recipe = repeat.Recipe(_OP, dict(zip(names, given, strict=True)))
     gemm_rs.call(x, weight, bias, False, group, total[:share], within=recipe)
     own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
     biases = () if next_bias is None else (next_bias,)
     (product,) = ag_gemm.below_dispatch(own, (next_weight,), biases, False, False, group, within=recipe)
-    recipe.returns(total, like=2)
-    recipe.returns(product, like=2)
+    recipe.returns(total)
+    recipe.returns(product)
     workspace = registry.find(group, x.device)
     if isinstance(workspace, CudaWorkspace):
         workspace.remember_parts(recipe, 3)

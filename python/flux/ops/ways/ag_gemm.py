@@ -215,7 +215,7 @@ def by_flux(workspace: Workspace, operands: Operands, also: Same, recipe: repeat
     everybody = _one_by_one(operands, all_gather, functools.partial(plain.run, within=recipe))
     if isinstance(workspace, CudaWorkspace) and not operands.scales:  # which torch packs beside the rows
         if not operands.gathered:
-            recipe.allocates(everybody, like=4)
+            recipe.allocates(everybody)
         workspace.remember_parts(recipe, 1 + len(operands.weights))
 
 

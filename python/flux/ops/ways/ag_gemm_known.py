@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def given(
     outs: Tensors | None,
     scaling: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
-    """The arguments of a call: x is number 4; weights, biases, with `scaling` the scales of x, those of the
-    weights and two options, and outs follow. scaling: as fp8.arguments returns it, with a list of scales.
+    """The arguments of a call, as `_names` has them. scaling: as fp8.arguments returns it, with a list of
+    scales.
     """
     if scaling:
         scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
@@ -42,11 +43,19 @@ def recipe(
     """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales. within: of the
     call that this one is a part of.
     """
-    made = repeat.Recipe(*arguments, within=within)
-    first = 5 + 2 * count + (count + 3 if scaled else 0)
-    for number, out in enumerate(outs, first):
-        made.returns(out, like=4, argument=number if number < len(arguments) else None)
+    made = repeat.Recipe(arguments[0], dict(zip(_names(count, scaled), arguments[1:], strict=False)), within)
+    for i, out in enumerate(outs):
+        made.returns(out, f"out[{i}]")
     return made
+
+
+def _names(count: int, scaled: bool) -> Iterator[str]:
+    yield from ("count", "transpose_weight", "return_gathered", "x")
+    for name in ("weight", "bias"):
+        yield from (f"{name}[{i}]" for i in range(count))
+    if scaled:
+        yield from ("scale_x", *(f"scale_w[{i}]" for i in range(count)), "out_dtype", "accumulate")
+    yield from (f"out[{i}]" for i in itertools.count())
 
 
 def remember(
@@ -67,15 +76,15 @@ def remember(
         gathered: what a last launch writes the gathered rows to, and their scales; or nothing.
         outs: the tensors that the caller gets.
     """
-    count, (sources, weights, biases, products) = len(operands), zip(*operands, strict=True)
-    first = 5 + 2 * count  # of the scales
-    of_scales = (scales[0].x, *(scale.w for scale in scales)) if scales else ()
-    used = (sources[0], *weights, *biases, *of_scales, *products, *gathered)
-    if in_place(used, (*recipe.given[4 : first + len(of_scales)], *outs)):
-        numbers = [[4, 5 + i, 5 + count + i, recipe.results[i]] for i in range(count)]
-        for i, of_launch in enumerate(numbers):
-            of_launch += [first, first + 1 + i] if scales else []
-        if gathered:
-            rows, *their_scales = recipe.results[count:]
-            numbers.append([4, rows, first, *their_scales] if scales else [4, rows])
+    read: dict[str, torch.Tensor | None] = {"scale_x": scales[0].x} if scales else {}
+    numbers = []
+    for i, (x, weight, bias, _) in enumerate(operands):
+        read |= {"x": x, f"weight[{i}]": weight, f"bias[{i}]": bias}
+        read |= {f"scale_w[{i}]": scales[i].w} if scales else {}
+        used = [*recipe.numbers("x", f"weight[{i}]", f"bias[{i}]"), recipe.results[i]]
+        numbers.append(used + recipe.numbers("scale_x", f"scale_w[{i}]"))
+    if gathered:
+        rows, *their_scales = recipe.results[len(operands) :]
+        numbers.append([recipe.number("x"), rows, recipe.number("scale_x"), *their_scales])
+    if recipe.in_place(**read) and in_place((*(product for *_, product in operands), *gathered), outs):
         workspace.remember(recipe, enqueue, numbers, by_copy_engine)

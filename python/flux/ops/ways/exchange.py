@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flux import _native
-from flux._memory import in_place, readable, readable_if_any, wide_type, writable
+from flux._memory import readable, readable_if_any, wide_type, writable
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -78,26 +78,26 @@ def run_fused(
     [m, n]. Returns what GPUs have made of the sum in the same launch, and None on CPUs.
 
     Args:
-        repeated: recipe and result of the call, if it is to be known (flux.comm.repeat). Arguments of the
-            recipe: operator, mode, x, residual, norm_weight and out, eps, and those of a quantisation.
+        repeated: recipe and result of the call, if it is to be known (flux.comm.repeat).
     """
     if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
         return None
     source, target = readable(x), writable(out)  # before the call: copies may run out of memory
-    extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
+    extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
     made = end.in_kernel("all_reduce", target)
     first, second = (target, None) if made is None else (made.normalised, target)
     quantised = end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
-        options = (symm_buffer, workspace.num_sms, plan.mode)
-        enqueue = functools.partial(_kernel, source, first, *options, *extras, end.eps, second, **quantised)
+        options = (symm_buffer, workspace.num_sms, plan.mode, *extras.values())
+        enqueue = functools.partial(_kernel, source, first, *options, end.eps, second, **quantised)
         enqueue()
     repeats = target is out and (end.quant is None or bool(quantised))
-    if repeated is not None and repeats and in_place((source, *extras), repeated[0].given[2:5]):
+    if repeated is not None and repeats and repeated[0].in_place(x=source, **extras):
         recipe, result = repeated
-        wrote, wrote_sum, by_quant = end.remembered(recipe, result, made, out_argument=5, quant_scale=8)
-        workspace.remember(recipe, enqueue, [[2, wrote, 3, 4, wrote_sum, *by_quant]])
+        wrote, wrote_sum, by_quant = end.remembered(recipe, result, made)
+        used = [recipe.number("x"), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
+        workspace.remember(recipe, enqueue, [used])
     if target is not out:
         out.copy_(target)
     return made

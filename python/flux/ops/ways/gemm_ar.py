@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux._memory import aligned, in_place, readable_if_any, writable
+from flux._memory import aligned, readable_if_any, writable
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -28,7 +28,6 @@ from flux.ops.ways.exchange import sum_over_ranks
 from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
-_RESIDUAL = 5  # of the arguments of gemm_ar's known calls
 
 
 def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
@@ -98,7 +97,7 @@ def composed(
 
         add_own_rows(shard, residual)
         if recipe is not None:
-            recipe.add_step(add_own_rows, shard, recipe.given[_RESIDUAL])
+            recipe.add_step(add_own_rows, shard, recipe.given[recipe.number("residual")])
     gather.call(shard, group, total, within=recipe)
 
 
@@ -125,28 +124,24 @@ def fused_cuda(
         # The kernels write the product to `target` before they read the residual, so it must not be the same.
         target = torch.empty_like(total)
     first, second = (target, None) if made is None else (made.normalised, target)
-    operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
-    extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
+    operands = {"x": aligned(x), "weight": aligned(weight), "bias": readable_if_any(bias)}
+    extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
     how = fp8.for_kernel(x, scales) | end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
-        enqueue = functools.partial(_kernel, *operands, *options, *extras, end.eps, second, **how)
+        tensors = (*operands.values(), first, *options, *extras.values())
+        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **how)
         enqueue()
-    of_scales = fp8.tensors(scales)
-    after = 10 + len(scales or ())  # of the arguments of the recipe: those of the quantisation
     quantised = made is not None and len(made.quantised) > 0
     repeats = (made is not None) == norms and quantised == (end.quant is not None) and target is total
-    read = (*operands[:3], *extras, *of_scales)
-    if (
-        repeated is not None
-        and repeats
-        and in_place(read, (*repeated[0].given[2:7], *repeated[0].given[10 : 10 + len(of_scales)]))
-    ):
+    read = operands | extras | fp8.tensors(scales)
+    if repeated is not None and repeats and repeated[0].in_place(**read):
         recipe, out = repeated
-        wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
-        scaled = [10, 11] if of_scales else [repeat.ABSENT] * 2
-        workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant]])
+        wrote, wrote_sum, by_quant = end.remembered(recipe, out, made)
+        used = [*recipe.numbers(*operands), wrote, *recipe.numbers(*extras), wrote_sum]
+        used += recipe.numbers("scale_x", "scale_w")
+        workspace.remember(recipe, enqueue, [used + by_quant])
     if target is not total:
         total.copy_(target)
     return made
