@@ -27,17 +27,19 @@ SANITIZED := build/sanitize
 # libasan watches.
 SANITIZERS = $(foreach library,asan stdc++,$(shell $(CXX) -print-file-name=lib$(library).so))
 # What runs C++ of _core: plans, orders, routing, exchanges, shared memory, and the operators on up to three ranks.
-SANITIZED_TESTS := $(addprefix tests/cpu/test_,sanitizers.py core_bindings.py plans.py moe_plan.py exchange.py shm.py \
-  gemm_rs.py::test_gemm_rs ag_gemm.py::test_ag_gemm gemm_ar.py::test_gemm_ar moe.py::test_moe_is_exact)
+SANITIZED_TESTS := $(addprefix tests/cpu/kernels/test_,sanitizers.py core_bindings.py plans.py moe_plan.py exchange.py) \
+  $(addprefix tests/cpu/operators/test_,gemm_rs.py::test_gemm_rs ag_gemm.py::test_ag_gemm gemm_ar.py::test_gemm_ar) \
+  tests/cpu/comm/test_shm.py tests/cpu/moe/test_moe.py::test_moe_is_exact
 SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults simulate sanitize vllm megatron bench results build kernels wheel try-wheel docs lint format clean distclean
+.PHONY: help test check-repo soak faults simulate sanitize vllm megatron bench results build kernels wheel try-wheel docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x'; THOROUGH=1: all random cases)"
+	@echo "make check-repo what judges the repository itself: pages and their examples, builds, results, laws of the house"
 	@echo "make soak       10,000 random calls on 1 to 4 CPU processes, exact (ARGS='--seed 7 --seconds 600')"
 	@echo "make faults     an exception at every line of every collective, on 2 CPU processes"
 	@echo "make simulate   the kernels on a simulated Hopper GPU, random cases, exact; needs g++  (ARGS='--seed 7 --seconds 600')"
@@ -67,11 +69,14 @@ SPREAD = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist loa
 test: build
 	$(PY) -m pytest $(SPREAD) $(ARGS)
 
+check-repo: build
+	$(PY) -m pytest $(SPREAD) tests/repository $(ARGS)
+
 soak: build
-	OMP_NUM_THREADS=1 $(PY) tests/cpu/soak.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/cpu/operators/soak.py $(ARGS)
 
 faults: build
-	OMP_NUM_THREADS=1 $(PY) tests/cpu/broken_off.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/cpu/comm/broken_off.py $(ARGS)
 
 simulate: build
 	$(PY) tests/sim/simulate.py $(ARGS)
@@ -127,8 +132,8 @@ megatron: $(MEGATRON_STAMP)
 	@set -e; for release in $(MEGATRON_RELEASES); do \
 	  export PYTHONPATH=$(abspath $(MEGATRON_VENV)/releases)/$$release; echo "Megatron-Core $$release"; \
 	  case " $(MEGATRON_TESTED) " in \
-	    *" $$release "*) $(MEGATRON_PY) -m pytest tests/cpu/test_megatron*.py tests/with_megatron $(ARGS) ;; \
-	    *) $(MEGATRON_PY) -m pytest tests/cpu/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
+	    *" $$release "*) $(MEGATRON_PY) -m pytest tests/cpu/megatron tests/repository/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
+	    *) $(MEGATRON_PY) -m pytest tests/repository/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
 	  esac; \
 	done
 

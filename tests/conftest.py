@@ -5,6 +5,7 @@ test asks for.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import torch._dynamo  # noqa: F401  (spawn then imports it once for all ranks of
 from flux import _native
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("ranks")  # tests/dist/ranks.py: its assertions tell what they compared
+# Tests import helpers, and other rooms' tests, by name; so do ranks, which are started with this path.
+sys.path += [str(HERE / "helpers"), *sorted(str(room) for room in (HERE / "cpu").iterdir() if room.is_dir())]
+pytest.register_assert_rewrite("ranks", "repeated")  # helpers whose assertions tell what they compared
 
 
 def pytest_configure(config: pytest.Config) -> None:

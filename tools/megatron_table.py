@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from megatron_models import KINDS, make_config, make_model, prepare, stock_spec  # noqa: E402
 
 from flux.testing import spawn  # noqa: E402
-from megatron_models import KINDS, make_config, make_model, prepare, stock_spec  # noqa: E402
 
 HEADER = f"| release | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
 EMBEDDING = "embedding.word_embeddings"

@@ -19,16 +19,14 @@ CPU_TORCH = "torch==2.13.0"
 # Folders of tests that are copied beside the environment; the rest of the tree stays out of reach.
 HELPERS = (
     "tests/conftest.py",
-    "tests/effort.py",
-    "tests/cpu/cases.py",
-    "tests/cpu/callers.py",
-    "tests/cpu/leftovers.py",
+    "tests/helpers/effort.py",
+    "tests/helpers/cases.py",
 )
 TESTS = (
     "tests/wheel/test_wheel.py",
-    "tests/cpu/test_gemm_rs.py",
-    "tests/cpu/test_moe.py::test_moe_is_exact",
-    "tests/cpu/test_import.py",
+    "tests/cpu/operators/test_gemm_rs.py",
+    "tests/cpu/moe/test_moe.py::test_moe_is_exact",
+    "tests/cpu/operators/test_import.py",
 )
 
 

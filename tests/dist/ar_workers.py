@@ -105,7 +105,7 @@ def rounded_sums(rank: int, world_size: int) -> list[str]:
             wide = total.double()
             scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
             wanted = wide * scale * norm_weight.double()
-            # tests/cpu/test_gemm_ar.py derives this.
+            # tests/cpu/operators/test_gemm_ar.py derives this.
             info = torch.finfo(dtype)
             rtol = info.eps / 2 + (n / 2 + 4) * 2.0**-24
             if not ((norm.double() - wanted).abs() <= rtol * wanted.abs() + info.smallest_normal).all():

@@ -12,9 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
-from flux.comm import registry
-from flux.testing import tolerance
 from megatron_models import (
     BATCH,
     LAYOUTS,
@@ -36,6 +33,9 @@ from megatron_models import (
     token_losses,
     tokens_of,
 )
+
+from flux.comm import registry
+from flux.testing import tolerance
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,9 +8,8 @@ import importlib.util
 
 import megatron_workers
 import pytest
-from ranks import SIZES, run
-
 from megatron_models import BATCH, LAYOUTS, MODELS
+from ranks import SIZES, run
 
 pytestmark = [
     pytest.mark.skipif(

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import mutants
 import pytest
 import simulator
-
 from effort import some
 
 # Policies repeat every 18 seeds: then each combination of the adversary's choices sees some shapes.

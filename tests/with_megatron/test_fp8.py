@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from flux.ops.quantize import dequantized, quantize
-from flux.testing import scaled_bound
+from cases import Answers, by_name, run_scenarios
 from megatron_models import (
     KINDS,
     MIXTURE,
@@ -34,8 +30,8 @@ from megatron_models import (
     token_losses,
 )
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from cases import Answers, by_name, run_scenarios  # noqa: E402
+from flux.ops.quantize import dequantized, quantize
+from flux.testing import scaled_bound
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_models import KINDS, OnCpu, forward, make_config, prepare, sizes, stock_spec
 
 from flux.testing import spawn
-from megatron_models import KINDS, OnCpu, forward, make_config, prepare, sizes, stock_spec
 
 HYBRID = any((Path(part) / "megatron" / "core" / "models" / "hybrid").is_dir() for part in sys.path)
 pytestmark = [

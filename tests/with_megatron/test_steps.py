@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from flux.testing import spawn
 from megatron_models import (
     KINDS,
     OnCpu,
@@ -25,6 +23,8 @@ from megatron_models import (
     stock_spec,
     token_losses,
 )
+
+from flux.testing import spawn
 
 pytestmark = pytest.mark.skipif(
     Path(sys.prefix).name != ".venv-megatron", reason="takes minutes for each release: make megatron"

@@ -1,6 +1,6 @@
-"""Saves the graphs of vLLM that flux rewrites, for tests without vLLM (tests/cpu/test_vllm_saved_graphs.py).
+"""Saves the graphs of vLLM that flux rewrites, for tests without vLLM (test_vllm_saved_graphs.py).
 
-    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm_graphs/0.33.0.zip [MODEL ...]
+    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm/vllm_graphs/0.33.0.zip [MODEL ...]
 
 With names of models, it adds those to a file that is there.
 Of each model the whole graph, as flux is asked to make it sequence parallel, and the pieces of the range of
@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "cpu")]
+sys.path += [str(HERE), str(HERE.parent / "helpers")]
 
 import test_with_vllm  # noqa: E402
 from test_with_vllm import Engines, Run  # noqa: E402

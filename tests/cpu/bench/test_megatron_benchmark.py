@@ -1,0 +1,237 @@
+"""benchmarks/megatron_model.py between CPU processes: every candidate is the same model, and is timed.
+What it concludes needs no Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flux.cli import training
+from flux.cli.show import show_file
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+OWN = {"stock", "flux", "flux, gathered x kept"}
+DISPATCHED = {"stock, alltoall", "stock, grouped GEMM", "stock, alltoall, grouped GEMM"}
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("megatron_model")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
+def test_rehearsal(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    models = ["llama-3-8b", "mixtral-8x7b:2"]
+    arguments = [
+        "--models",
+        *models,
+        "--cpu",
+        "--rounds",
+        "2",
+        "--iters",
+        "1",
+        "--json",
+        str(file),
+        "--profile",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(FOLDER / "megatron_model.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert [model["name"] for model in result["models"]] == models and not result["faults"]
+    for model, names in zip(result["models"], (OWN, OWN | DISPATCHED), strict=True):
+        assert model["candidates"].keys() == names and not model["skipped"]
+        for run_of_one in model["candidates"].values():
+            for kind in training.PASSES:
+                assert len(run_of_one["samples_ms"][kind]) == 2
+                found = run_of_one["profiles"][kind]
+                assert 0 < found["busy_ms"] <= found["span_ms"] and found["kernels"]
+    assert "stock, alltoall, training: " in run.stdout
+    assert run.stdout.count("training ") == len(OWN) + len(OWN | DISPATCHED)
+
+
+def result_of(times: dict[str, float]) -> dict[str, Any]:
+    candidates = {
+        name: {
+            "loss": 4.0,
+            "gradients_apart": 0.0,
+            "step_mib": 2048.0,
+            "samples_ms": {"forward": [ms, ms, 2 * ms], "training": [3 * ms] * 3},
+            "host_bound": ["training"] if name == "stock" else [],
+        }
+        for name, ms in times.items()
+    }
+    shape = {"layers": 4, "sequence": 4096, "experts": 0}
+    model = {"name": "llama-3-8b", "ep": 1, "shape": shape, "candidates": candidates, "skipped": {"x": "why"}}
+    machine = {"megatron-core": "0.19.2", "gpu": "NVIDIA H100", "gpu_count": 2}
+    head = {"version": "0.2.0", "commit": "60685d2", "date": "2026-11-26", "suite": "megatron_model"}
+    settings = {"tp": 2, "rounds": 3, "iters": 3}
+    return {**head, "machine": machine, "settings": settings, "models": [model], "faults": ["a fault"]}
+
+
+def test_a_candidate_may_set_a_variable(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = importlib.import_module("megatron_candidates")
+    name = "flux, gathered x kept, FLUX_GROUPED_WGRAD=torch"
+    assert made.variable_of(name) == ("flux, gathered x kept", {"FLUX_GROUPED_WGRAD": "torch"})
+    assert made.variable_of("flux, gathered x kept") == ("flux, gathered x kept", {})
+    monkeypatch.delenv("FLUX_GROUPED_WGRAD", raising=False)
+    with pytest.raises(KeyError, match="a step"), made.environment_of(name):
+        assert os.environ["FLUX_GROUPED_WGRAD"] == "torch"
+        raise KeyError("a step")
+    assert "FLUX_GROUPED_WGRAD" not in os.environ
+    monkeypatch.setenv("FLUX_GROUPED_WGRAD", "kernel")
+    assert made.in_environment(name, lambda: os.environ["FLUX_GROUPED_WGRAD"])() == "torch"
+    assert os.environ["FLUX_GROUPED_WGRAD"] == "kernel", "that of the shell is there again"
+    call = os.getcwd
+    assert made.in_environment("flux", call) is call, "nothing is added to what is timed"
+
+
+TIMES = {"stock": 12.0, "flux": 10.0, "flux, gathered x kept": 8.0, "Transformer Engine": 9.0}
+
+
+def test_times_are_over_those_of_flux_with_the_same_classes() -> None:
+    model = result_of(TIMES)["models"][0]
+    found = {(kind, name): ratio for kind, name, *_, ratio, _ in training.lines(model)}
+    assert found["forward", "stock"] == 1.5 and found["training", "flux, gathered x kept"] == 1.0
+    assert found["forward", "Transformer Engine"] == 9 / 8  # no candidate on flux has its classes
+    both = result_of({**TIMES, "Transformer Engine on flux": 6.0})["models"][0]
+    found = {(kind, name): ratio for kind, name, *_, ratio, _ in training.lines(both)}
+    assert found["forward", "Transformer Engine"] == 1.5 and found["forward", "stock"] == 1.5
+
+
+def test_a_result_is_shown_and_stands_on_the_page(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json"
+    file.write_text(json.dumps(result_of(TIMES)))
+    show_file(file, None)
+    shown = capsys.readouterr().out
+    assert "FAULT: a fault" in shown and "not run: x: why" in shown
+    assert [line.split()[:4] for line in shown.splitlines() if " stock " in line] == [
+        ["forward", "stock", "12.000", "50.0"],
+        ["training", "stock", "36.000", "(host)"],
+    ]
+    measurements, page = map(importlib.import_module, ("measurements", "results_page"))
+    rows, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
+    assert not rows and others[0].source.op == "megatron_model"
+    text = "\n".join(page.models(others))
+    assert "| stock | 12.0 ms (1.50) ±50 % | 36.0 ms (1.50) ±0 % *host* | 2.0 GiB |" in text
+    assert "CUDA graph" not in text
+
+
+def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> None:
+    """A candidate that was not captured has no such time."""
+    result = result_of(TIMES)
+    result["models"][0]["candidates"]["flux"]["samples_ms"]["graph"] = [5.0, 5.0, 5.0]
+    found = [line[:3] for line in training.lines(result["models"][0]) if line[0] == "graph"]
+    assert found == [("graph", "flux", 5.0)]
+    (tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json").write_text(json.dumps(result))
+    measurements, page = map(importlib.import_module, ("measurements", "results_page"))
+    _, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
+    lines = "\n".join(page.models(others)).splitlines()
+    assert any(line.endswith("| training | training, CUDA graph | memory of a step |") for line in lines)
+    assert [line.split("|")[4].strip() for line in lines if line.startswith(("| stock", "| flux |"))] == [
+        "–",
+        "5.0 ms (1.000) ±0 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"loss": 4.03}, None),
+        ({"loss": 4.05}, "flux: loss 4.05, of stock 4.0"),
+        ({"loss": float("nan")}, "flux: loss nan, of stock 4.0"),
+        ({"graph_loss": 4.03}, None),
+        ({"graph_loss": 4.05}, "flux: loss 4.05 from a CUDA graph, of stock 4.0"),
+        ({"gradients_apart": 0.09}, None),
+        ({"gradients_apart": 0.2}, "flux: gradients are 0.2 of stock's apart from them"),
+        ({"gradients_apart": float("nan")}, "flux: gradients are nan of stock's apart from them"),
+    ],
+)
+def test_another_model_is_a_fault(benchmark: Any, change: dict[str, float], fault: str | None) -> None:
+    runs = result_of(TIMES)["models"][0]["candidates"]
+    runs["flux"] |= change
+    assert benchmark.faults_of(runs, False, False) == [fault] * (fault is not None)
+    assert len(benchmark.faults_of(runs, False, True)) == 1
+    is_large = fault is not None and "0.2" not in fault
+    assert bool(benchmark.faults_of(runs, True, False)) == is_large  # a router may choose otherwise
+
+
+def test_distance_of_gradients(benchmark: Any) -> None:
+    ours = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0]), "c": torch.ones(9)}
+    theirs = {**copy.copy(ours), "b": torch.tensor([1.0])}
+    del theirs["c"]
+    assert benchmark.distance(ours, theirs) == pytest.approx(3 / 10**0.5)
+
+
+def test_some_candidates(benchmark: Any, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["--models", "llama-3-8b", "--cpu", "--rounds", "1", "--iters", "1", "--json", str(file)]
+    assert benchmark.main([*arguments, "--candidates", "flux"]) == 0
+    result = json.loads(file.read_text())
+    assert list(result["models"][0]["candidates"]) == ["stock", "flux"]
+    assert benchmark.main([*arguments, "--candidates", "flax"]) == 1
+    (fault,) = json.loads(file.read_text())["faults"]
+    assert "expected some of ['flux', 'flux, gathered x kept', 'stock'], got ['flax']" in fault
+
+
+def test_models_have_their_time(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that fails leaves the others, and none begins that would last beyond the deadline."""
+    clock = iter([0.0, 10.0, 10.0, 20.0, 25.0, 95.0])
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock))
+    limits: list[float] = []
+
+    def spawn(_: Callable[..., Any], ranks: int, settings: Any, *, timeout_s: float, **__: Any) -> list[Any]:
+        limits.append(timeout_s)
+        if settings.model.experts:
+            raise benchmark.SpawnError([])
+        return [{"candidates": {"stock": {"loss": 1.0, "gradients_apart": 0.0}}, "skipped": {}}] * ranks
+
+    monkeypatch.setattr(benchmark, "spawn", spawn)
+    options = benchmark.options_of(["--models", "llama-3-8b", "mixtral-8x7b", "llama-3-70b", "qwen3-32b"])
+    asked = [(name, benchmark.settings_of(options, name)) for name in options.models]
+    record: dict[str, Any] = {"models": [], "faults": []}
+    assert len(list(benchmark.measure_all(asked, record, 100.0))) == 2
+    assert [model["name"] for model in record["models"]] == ["llama-3-8b", "llama-3-70b"]
+    assert [fault.partition(":")[0] for fault in record["faults"]] == ["mixtral-8x7b", "qwen3-32b"]
+    assert limits == [100.0, 90.0, 80.0]
+
+
+def test_options(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--cpu", "--graphs"])
+    assert "--graphs: needs GPUs" in capsys.readouterr().err
+    for asked in ("mixtral-8x7b:3", "llama-3-8b:2", "gpt-2"):
+        with pytest.raises(SystemExit):
+            benchmark.options_of(["--tp", "4", "--models", asked])
+        assert "--models: expected" in capsys.readouterr().err
+    options = benchmark.options_of(["--layers", "8", "--sequence", "8192"])
+    settings = benchmark.settings_of(options, "mixtral-8x7b:2")
+    assert (settings.ep, settings.model.layers, settings.model.sequence, settings.model.top_k) == (
+        2,
+        8,
+        8192,
+        2,
+    )
+    assert benchmark.MODELS["qwen3-30b-a3b"].tiny().top_k == 2

@@ -1,0 +1,143 @@
+"""What benchmarks/vllm_compare.py concludes from what engines say. Needs no vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("vllm_compare")
+
+
+def _answer(*steps: dict[int, float]) -> dict[str, Any]:
+    return {"tokens": [max(step, key=step.__getitem__) for step in steps], "logprobs": list(steps)}
+
+
+def test_equal_answers(compare: Any) -> None:
+    ours, theirs = _answer({7: -0.5, 8: -1.0}), _answer({7: -0.6, 8: -0.9})
+    found = compare.compare_answers([ours, ours], [ours, theirs])
+    assert (found["equal"], found["answers"], found["first_difference"], found["not_finite"]) == (2, 2, [], 0)
+
+
+def test_answers_that_differ_show_the_lead_at_the_first_difference_only(compare: Any) -> None:
+    same = {7: -0.5, 8: -3.0}
+    ours = _answer(same, {3: -0.75, 4: -1.0, 5: -9.0}, {1: -0.1, 2: -8.0})
+    theirs = _answer(same, {4: -0.75, 3: -1.0, 5: -9.0}, {2: -0.1, 1: -8.0})
+    found = compare.compare_answers([ours, ours], [theirs, ours])
+    assert (found["equal"], found["first_difference"], found["lead_there"]) == (1, [1], [0.25])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_answers_that_are_no_numbers_are_found_on_either_side(compare: Any, bad: float) -> None:
+    good, broken = _answer({7: -0.5, 8: -1.0}), {"tokens": [7], "logprobs": [{7: bad, 8: -1.0}]}
+    for pair in ([good], [broken]), ([broken], [good]):
+        found = compare.compare_answers(*pair)
+        assert (found["equal"], found["not_finite"]) == (1, 1)
+        assert compare.faults_of({}, [{"runs": ["a", "b"], "answers": found}], cpu=False)
+
+
+def test_forced_positions(compare: Any) -> None:
+    prompt = [9, 1, 2, 3]  # nothing is said of its first token
+    ours = [{1: -0.5}, {2: -2.0, 5: -0.5}, {3: -1.0, 6: -0.5}]
+    theirs = [{1: -0.75}, {2: -2.5, 8: -0.5}, {3: math.nan, 6: -0.5}]
+    assert compare.compare_forced([prompt], [ours], [theirs]) == {
+        "positions": 2,
+        "not_finite": 1,
+        "first_equal_percent": 50.0,
+        "mean_apart": 0.375,
+        "max_apart": 0.5,
+    }
+
+
+def _run(
+    before: tuple[int, int],
+    calls: tuple[int, int],
+    through: list[str],
+    experts: int = 0,
+    weights: float = 1.5,
+) -> dict[str, Any]:
+    """Of one rank, whose linear layers and experts had called flux that often at the start and the end."""
+    start, end = (
+        {
+            "flux_calls": {"linear": linear, "experts": of_experts, "captured": 0},
+            "flux_through": through,
+            "row_parallel": {"RowParallelLinear": 2},
+            "experts": {"MoERunner": experts} if experts else {},
+            "weights": weights,
+        }
+        for linear, of_experts in (before, calls)
+    )
+    return {"state_at_start": [start], "state": [end]}
+
+
+STOCK = {"stock-eager": _run((0, 0), (0, 0), [])}
+
+
+@pytest.mark.parametrize(
+    ("runs", "fault"),
+    [
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"])}, None),
+        (STOCK | {"flux-eager": _run((4, 4), (8, 8), ["stores"], experts=2)}, None),
+        ({"stock-eager": _run((0, 0), (4, 0), [])}, "called flux 4 times"),
+        ({"stock-eager": _run((0, 0), (0, 3), [], experts=2)}, "called flux 3 times"),
+        ({"flux-graph": _run((0, 0), (0, 0), [])}, "did not run flux's kernels for linear"),
+        ({"flux-graph": _run((4, 0), (4, 0), ["stores"])}, "did not run flux's kernels for linear"),
+        (
+            {"flux-graph": _run((4, 4), (8, 4), ["stores"], experts=2)},
+            "did not run flux's kernels for experts",
+        ),
+        (
+            {"flux-graph": _run((4, 4), (4, 8), ["stores"], experts=2)},
+            "did not run flux's kernels for linear",
+        ),
+        ({"flux-graph": _run((4, 0), (4, 0), ["stores"], experts=2)}, "for linear and experts"),
+        ({"flux-graph": _run((4, 4), (8, 8), [], experts=2)}, "did not run flux"),
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"], weights=2.5)}, "same weights"),
+    ],
+)
+def test_a_run_that_was_not_what_its_name_says_is_found(compare: Any, runs: Any, fault: str | None) -> None:
+    faults = compare.faults_of(runs, [], cpu=False)
+    assert len(faults) == (fault is not None)
+    assert fault is None or fault in faults[0]
+
+
+def test_by_default_flux_may_leave_all_to_vllm(compare: Any) -> None:
+    runs = STOCK | {"flux-graph": _run((0, 0), (0, 0), [])}
+    assert compare.faults_of(runs, [], cpu=False, defaults=True) == []
+
+
+@pytest.mark.parametrize(("products", "faults"), [(0, 1), (5, 0)])
+def test_a_run_with_products_of_flux_has_some(compare: Any, products: int, faults: int) -> None:
+    run = _run((0, 0), (0, 0), [])
+    run["state"][0]["flux_calls"]["products"] = products
+    assert len(compare.faults_of({"flux-fp8gemm64-graph": run}, [], cpu=False, defaults=True)) == faults
+    assert len(compare.faults_of({"flux-fp8gemm64-eager": run}, [], cpu=True, defaults=True)) == faults
+    assert not compare.faults_of({"flux-fp8gemm64-graph": run}, [], cpu=True, defaults=True)
+
+
+def test_every_run_is_compared_with_stock_of_its_mode(compare: Any) -> None:
+    flux = ["flux-graph", "flux-from256-fp8gemm64-unfused-graph"]
+    assert compare.pairs_of(["stock-graph", *flux]) == [("stock-graph", run) for run in flux]
+    both = ["stock-graph", "stock-eager", "flux-eager"]
+    assert compare.pairs_of(both) == [("stock-eager", "flux-eager"), ("stock-graph", "stock-eager")]
+
+
+def test_pairs_that_said_something_are_compared(compare: Any) -> None:
+    said, other = _answer({7: -0.5, 8: -1.0}), _answer({8: -0.5, 7: -1.0})
+    runs = {
+        "stock-graph": {"answers": [said], "forced": [[{1: -0.5}]]},
+        "flux-graph": {"answers": [other], "forced": [[{1: -0.75}]]},
+        "flux-nccl-graph": {},
+    }
+    (found,) = compare.compare_all(runs, [[9, 1]])
+    assert found["runs"] == ["stock-graph", "flux-graph"]
+    assert (found["answers"]["equal"], found["forced"]["mean_apart"]) == (0, 0.25)

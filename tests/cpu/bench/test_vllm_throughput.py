@@ -1,0 +1,471 @@
+"""How benchmarks/vllm_throughput.py runs its engines, and when. Needs no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from leftovers import ENDED, STOPPED, become
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("vllm_throughput")
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "expected"),
+    [
+        ("llama-3-8b", "stock-eager", ("off", "off")),
+        ("llama-3-8b", "flux-eager", ("auto", "off")),
+        ("qwen3-30b-a3b", "stock-graph", ("off", "off")),
+        ("qwen3-30b-a3b", "flux-graph", ("auto", "auto")),
+    ],
+)
+def test_flux_is_on_in_its_own_runs_only(
+    benchmark: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    run: str,
+    expected: tuple[str, str],
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # that of the shell counts for nothing
+    settings = benchmark.Settings(benchmark.MODELS[model], 2, 1, 0.1, 60, False, tmp_path)
+    environment = settings.environment(run)
+    assert (environment["FLUX_VLLM"], environment["FLUX_VLLM_MOE"]) == expected
+
+
+def test_models(benchmark: Any) -> None:
+    assert benchmark.MODELS.keys() == benchmark.TWINS.keys()
+    llama, qwen = (benchmark.MODELS[name] for name in ("llama-3-8b", "qwen3-30b-a3b"))
+    # 64 sequences of 2048 tokens, 8 layers, keys and values of half of the heads, 128 columns, 2 bytes.
+    assert llama.kv_bytes(2) == 64 * 2048 * 8 * 2 * 4 * 128 * 2
+    assert qwen.kv_bytes(2) == llama.kv_bytes(2) // 2
+    assert qwen.kv_bytes(8) == qwen.kv_bytes(4), "a rank has one head at least"
+    config = qwen.config()
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    sizes = ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    assert [config[size] for size in sizes] == [2048, 128, 768, 128, 8]
+    assert not any("expert" in key for key in llama.config())
+    assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 0, 0, 8, 4]
+    mixtral = benchmark.MODELS["mixtral-8x7b"].config()
+    assert (mixtral["model_type"], mixtral["num_local_experts"]) == ("mixtral", 8)
+
+
+def test_by_default_flux_has_its_own_thresholds(benchmark: Any, tmp_path: Path) -> None:
+    settings = benchmark.Settings(
+        benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, defaults=True
+    )
+    environment = settings.environment("flux-graph")
+    assert environment["FLUX_VLLM_MIN_TOKENS"] == "auto"
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
+
+
+def test_an_engine_that_does_not_come_up_says_why(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('none here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 60, True, tmp_path)
+    engine = benchmark.Engine("stock-eager", settings)
+    try:
+        with pytest.raises(benchmark.Gone, match="process ended"):
+            engine.receive(time.monotonic() + 60)
+        assert "RuntimeError: none here" in engine.log_end()
+    finally:
+        benchmark.stop({"stock-eager": engine})
+    assert engine.process.returncode not in (None, 0)
+
+
+# A vLLM with a child, which ends with it. It says how it finds both of them in /proc.
+_VLLM = """
+import subprocess
+from pathlib import Path
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+class LLM:
+    def __init__(self, **arguments):
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def collective_rpc(self, name):
+        return {pid: state(pid) for pid in ("self", self.child.pid)}
+"""
+
+
+@pytest.fixture
+def settings(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of an engine whose vLLM is _VLLM."""
+    compilation = tmp_path / "vllm" / "config" / "compilation.py"
+    compilation.parent.mkdir(parents=True)
+    compilation.write_text("import dataclasses\n\n@dataclasses.dataclass\nclass PassConfig: ...\n")
+    (tmp_path / "vllm" / "__init__.py").write_text(_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 450, True, tmp_path)
+
+
+def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) -> None:
+    """They poll: with six of them on 32 cores, samples of one engine were up to 80 % apart."""
+    engine = benchmark.Engine("stock-graph", settings)
+    try:
+        measured = benchmark.Measurement({"stock-graph": engine}, benchmark.TINY_WORK, settings.model, 0.0)
+        measured.wait_until_ready(time.monotonic() + 60)
+        assert measured.faults == []
+        assert become(STOPPED, engine.process.pid)
+        for _ in range(2):
+            states = engine.ask(time.monotonic() + 60, "state")
+            child = max(pid for pid in states if pid != "self")
+            assert "T" not in states.values(), "while it was asked"
+            assert become(STOPPED, engine.process.pid, child)
+    finally:
+        benchmark.stop({"stock-graph": engine})
+    assert engine.process.returncode == 0, "it ended by itself"
+    assert become(ENDED, child)
+
+
+def test_stopped_engines_end_with_a_benchmark_that_is_killed(benchmark: Any, settings: Any) -> None:
+    read, write = os.pipe()
+    if (killed := os.fork()) == 0:
+        engine = benchmark.Engine("stock-graph", settings)
+        engine.come_up(time.monotonic() + 60)
+        os.write(write, str(engine.process.pid).encode())
+        time.sleep(60)
+        os._exit(0)
+    os.close(write)
+    engine = int(os.read(read, 100) or 0)
+    os.close(read)
+    stopped = engine and become(STOPPED, engine)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    ended = engine and become(ENDED, engine)
+    with contextlib.suppress(ProcessLookupError):
+        if engine:
+            os.killpg(engine, signal.SIGKILL)
+    assert stopped
+    assert ended
+
+
+def test_no_deadline_of_vllm_ends_while_an_engine_is_stopped(settings: Any) -> None:
+    environment = settings.environment("stock-graph")
+    assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "450"
+    assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "off"),
+    [
+        (False, {}, True),
+        (True, {}, False),
+        (True, {"NCCL_NVLS_ENABLE": "0"}, True),
+        (True, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, True),
+        (True, {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0"}, False),
+    ],
+)
+def test_by_default_multicast_is_on_only_where_the_machine_allows_it(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, defaults: bool, given: dict[str, str], off: bool
+) -> None:
+    engine = importlib.import_module("vllm_engine")
+    forbidden = {**engine.NO_MULTICAST, **importlib.import_module("flux.machine").NO_MULTICAST}
+    monkeypatch.setattr(os, "environ", dict(given))
+    assert engine.forbid_multicast(defaults) is off
+    assert os.environ == ({**given, **forbidden} if off else given)
+    assert os.environ.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND") == ("trtllm" if off else None)
+
+
+def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path: Path) -> None:
+    model = benchmark.MODELS["llama-3-8b"]
+    for defaults in (False, True):
+        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, defaults)
+        assert settings.fuses("flux-graph") is settings.fuses("stock-nccl-graph") is defaults
+        assert not settings.fuses("flux-unfused-graph")
+    runs = ["stock-graph", "stock-nccl-unfused-graph", "flux-unfused-graph"]
+    assert benchmark.options_of(["--runs", *runs]).runs == runs
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--runs", "stock-unfused-nccl-graph"])
+
+
+def test_an_engine_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was stopped is slow for its first 0.4 s; later one time in five is."""
+    engine = importlib.import_module("vllm_engine")
+    commands = engine.Commands(None)
+    taken: list[float] = []
+
+    def timed(prompts: Any, count: int) -> float:
+        slow = sum(taken) < 0.4 or len(taken) % 5 == 0
+        taken.append(0.08 if slow else 0.04)
+        return taken[-1]
+
+    monkeypatch.setattr(commands, "_timed", timed)
+    assert commands.prefill([[1]]) == 0.04
+    assert 1.0 <= sum(taken) < 1.2, "half a second that does not count, and half a second that does"
+    taken.clear()
+    monkeypatch.setattr(commands, "_timed", lambda prompts, count: taken.append(2.0) or 2.0)
+    assert commands.prefill([[1]]) == 2.0 and len(taken) == 2
+    taken.clear()
+    assert commands.prompt([[1]]) == 2.0 and len(taken) == 1 + engine.PROMPT_TIMES
+    taken.clear()
+    monkeypatch.setattr(commands, "_timed", lambda prompts, count: taken.append(count) or 0.2 + 0.01 * count)
+    assert commands.decode([[1]], 50) == pytest.approx(0.5)
+    assert taken == [1] * 6 + [51] * 2
+
+
+def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = importlib.import_module("vllm_probe")
+    monkeypatch.setitem(sys.modules, "vllm.distributed", _Ranks)
+    model = torch.nn.Module()
+    for name, dtype in (("plain", torch.float32), ("small", torch.float8_e4m3fn)):
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.zeros(96, 256, dtype=dtype), requires_grad=False)
+        model.add_module(name, layer)
+    model.small.weight_scale = torch.nn.Parameter(torch.zeros(96, 1), requires_grad=False)
+    model.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+    probe.fill_with_weights(model)
+    spread = [
+        float(x.std()) for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale)
+    ]
+    assert spread == pytest.approx([1 / 16, 1 / 16], rel=0.02)
+    assert model.k_scale.item() == -1.0, "of a KV cache in 16 bits"
+
+
+class _Ranks:
+    """Of vllm.distributed."""
+
+    @staticmethod
+    def get_tensor_model_parallel_rank() -> int:
+        return 1
+
+
+def test_fp8_is_for_models_without_experts(benchmark: Any) -> None:
+    config = replace(benchmark.MODELS["llama-3-8b"], fp8=True).config()
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "quantization_config" not in benchmark.MODELS["llama-3-8b"].config()
+    assert benchmark.options_of(["--fp8"]).fp8
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--fp8", "--model", "qwen3-30b-a3b"])
+
+
+class _Clock:
+    """An engine each of whose answers takes so many seconds of a clock that is made up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.ready = 0.0, seconds, True
+        self.asked: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
+        self.asked.append(command)
+        self.arguments.append(arguments)
+        self.now += self.seconds
+        return {"seconds": self.seconds} if command == "trace" else self.seconds
+
+
+def test_rounds_that_would_end_too_late_are_not_begun(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _Clock(10.0)
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
+    model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
+    # Two answers first, and what warms up (prefill, two decodes); a round is these and the state; then come
+    # forced prompts, traces behind one that warms up, and the state.
+    limit = 20.0 + 30 + 3 * 40 + 10 + benchmark.LEAST_TRACE_S
+    measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
+    written: list[int] = []
+    measured.take_all(7, lambda: written.append(len(engine.asked)))
+    assert engine.asked.count("prefill") == 4
+    assert written == [9, 13, 17, 18, 20], "after each round, the forced prompts and the trace"
+    traces = [given for asked, given in zip(engine.asked, engine.arguments, strict=True) if asked == "trace"]
+    assert [given[0] for given in traces] == [5, 20], "a part to warm up, and one: a second would be late"
+    assert len(measured.runs["stock-graph"]["samples_s"]["trace"]) == 1
+    measured.add_rates()
+    assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
+
+
+def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Triton compiles: samples of one engine had been up to 370 % apart."""
+
+    class Compiling(_Clock):
+        def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
+            asked = f"{command} of {[len(prompt) for prompt in arguments[0]] if arguments else []}"
+            new = asked not in self.told
+            self.told.add(asked)
+            seconds = super().ask(deadline, command, *arguments)
+            return 100.0 if new else seconds
+
+        told: set[str] = set()
+
+    engine = Compiling(1.0)
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
+    work = replace(benchmark.TINY_WORK, trace=0, singles=(8, 24))
+    measured = benchmark.Measurement({"flux-graph": engine}, work, benchmark.TWINS["llama-3-8b"], 1e3)
+    measured.take_all(2, lambda: None)
+    samples = measured.runs["flux-graph"]["samples_s"]
+    assert samples == {
+        name: [1.0, 1.0] for name in ("prefill", "prompt 8", "prompt 24", "decode 2", "decode 4")
+    }
+    measured.add_rates()
+    assert measured.runs["flux-graph"]["tokens_per_s"]["prompt 24"] == 24.0
+    single = engine.arguments[engine.asked.index("prompt")][0]
+    assert [len(prompt) for prompt in single] == [8]
+
+
+def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
+    assert benchmark.options_of(["--prompts", "256", "4095"]).prompts == [256, 4095]
+    for wrong in ("4096", "0"):
+        with pytest.raises(SystemExit):
+            benchmark.options_of(["--prompts", wrong])
+    model = benchmark.MODELS["llama-3-8b"]
+    for longest, expected in ((0, 2048), (1025, 2048), (2049, 2049)):
+        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, longest=longest)
+        assert settings.arguments("flux-graph")["max_model_len"] == expected
+    # As vLLM by default.
+    settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path)
+    captured = settings.arguments("flux-graph")["compilation_config"]["cudagraph_capture_sizes"]
+    assert max(captured) == 512
+
+
+def test_a_run_may_have_settings_of_its_own(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "8")  # that of the shell counts for nothing
+    monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
+    settings = benchmark.Settings(benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, True)
+    names = ("MIN_TOKENS", "SEQUENCE", "FP8_GEMM")
+    found = {
+        run: [settings.environment(run).get(f"FLUX_VLLM_{name}") for name in names]
+        for run in (
+            "stock-graph",
+            "flux-graph",
+            "flux-fp8gemm64-graph",
+            "flux-from256-fp8gemm64-unfused-graph",
+            "flux-seq1024-graph",
+            "flux-from8-seq1024-fp8gemm64-graph",
+        )
+    }
+    assert list(found.values()) == [
+        ["auto", None, "off"],
+        ["auto", None, "off"],
+        ["auto", None, "64"],
+        ["256", None, "64"],
+        ["auto", "1024", "off"],
+        ["8", "1024", "64"],
+    ]
+    assert benchmark.options_of(["--fp8", "--runs", *found]).runs == list(found)
+    for wrong in (["flux-fp8gemm64-graph"], ["--fp8", "stock-fp8gemm64-graph"], ["--fp8", "flux-from-graph"]):
+        with pytest.raises(SystemExit):
+            benchmark.options_of([*wrong[:-1], "--runs", wrong[-1]])
+    settings = replace(settings, min_tokens=1)
+    assert settings.environment("flux-graph")["FLUX_VLLM_MIN_TOKENS"] == "1"
+
+
+def test_benchmarks_that_share_gpus_measure_in_turns(benchmark: Any, tmp_path: Path) -> None:
+    folder, count = tmp_path / "turns", 3
+    ways = [os.pipe() for _ in range(count)]
+    children = []
+    for _, write in ways:
+        if (child := os.fork()) == 0:
+            lock = benchmark.wait_for_turn(folder, count, time.monotonic() + 60)
+            up = len(list(folder.glob("*.up")))
+            start = time.monotonic()
+            time.sleep(0.2)
+            os.write(write, json.dumps([up, start, time.monotonic()]).encode())
+            lock.close()
+            os._exit(0)
+        children.append(child)
+        time.sleep(0.1)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    found = sorted((json.loads(os.read(read, 1000)) for read, _ in ways), key=lambda each: each[1])
+    assert [up for up, _, _ in found] == [count] * count
+    for (_, _, end), (_, start, _) in itertools.pairwise(found):
+        assert end <= start
+
+
+def test_a_benchmark_that_never_comes_up_is_not_waited_for(benchmark: Any, tmp_path: Path) -> None:
+    with benchmark.wait_for_turn(tmp_path, 2, time.monotonic() + 0.3) as lock:
+        assert lock.writable()
+
+
+def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
+    profile = importlib.import_module("kernel_profile")
+    events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3), ("d", 10.5e3, 11e3)]
+    assert profile.of_events(events) == {
+        "span_ms": 10.0,
+        "busy_ms": 5.5,
+        "kernels": [["a", 2, 3.0], ["b", 1, 3.0], ["d", 1, 0.5], ["c", 1, 0.1]],
+        "idle": [[4.0, "b", "a"], [0.5, "a", "d"]],
+    }
+    assert profile.of_events([])["kernels"] == []
+
+
+def test_a_profile_has_what_ran(benchmark: Any) -> None:
+    profile = importlib.import_module("kernel_profile")
+    running = profile.start(cuda=False)
+    torch.ones(4).sum()
+    found = profile.summary(running, cuda=False)
+    assert (
+        "aten::sum" in {name for name, _, _ in found["kernels"]} and 0 < found["busy_ms"] <= found["span_ms"]
+    )
+
+
+def test_a_gpu_with_a_low_clock_ends_the_benchmark(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One at 85 °C and 390 MHz had slowed down all engines to a third."""
+    from flux import machine
+
+    gpus = [
+        {"index": 0, "sm_mhz": 390, "sm_max_mhz": 1980, "temperature_c": 85},
+        {"index": 1, "sm_mhz": 1410, "sm_max_mhz": 1980, "temperature_c": 54},
+        {"index": 2, "sm_mhz": None, "sm_max_mhz": None, "temperature_c": None},
+    ]
+    monkeypatch.setattr(machine, "smi_under_load", lambda devices: gpus)
+    record: dict[str, Any] = {"machine": {}}
+    fault = "GPU 0 runs at 390 of 1980 MHz under load, at 85 °C"
+    assert benchmark.take_clocks(record, "gpus_load") == [fault]
+    assert record["machine"]["gpus_load"] == gpus
+
+    class Started:
+        ready = False
+
+        def __init__(self, run: str, settings: Any) -> None: ...
+
+    stopped: list[str] = []
+    monkeypatch.setattr(benchmark, "Engine", Started)
+    monkeypatch.setattr(benchmark, "stop", lambda engines: stopped.extend(engines))
+    monkeypatch.setattr(
+        benchmark,
+        "describe",
+        lambda settings, work: {
+            "version": "",
+            "commit": "",
+            "date": "",
+            "machine": {},
+            "settings": {"model": {"layers": 1}, "tp": 2},
+        },
+    )
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["vllm_throughput.py", "--runs", "stock-graph", "--json", str(file), "--logs", str(tmp_path)],
+    )
+    assert benchmark.main() == 1
+    assert stopped == ["stock-graph"]
+    assert json.loads(file.read_text())["faults"] == [fault]

@@ -1,0 +1,228 @@
+"""`flux bench --show`: every JSON file that flux writes, and one line for every other."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flux.bench import record
+from flux.bench.report import TABLE_WIDTH
+from flux.cli import app, doctor, show, tables, verify
+from flux.cli.findings import Finding
+from flux.cli.verify_log import Outcome
+
+runner = CliRunner()
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+FILES = sorted(RESULTS.rglob("*.json"))
+# One of each kind.
+BENCH, LOSSES, VLLM, TUNING = (
+    next(file for file in FILES if name in file.name)
+    for name in ("gemm_rs-tp4", "megatron-losses", "vllm-tp2", "few-rows-variants")
+)
+
+
+def shown(file: Path) -> str:
+    result = runner.invoke(app, ["bench", "--show", str(file)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(file: Path, *more: str) -> str:
+    result = runner.invoke(app, ["bench", "--show", str(file), *more])
+    assert result.exit_code == 2 and result.stdout == "", result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, dict | list):
+        for value in data.values() if isinstance(data, dict) else data:
+            yield from leaves(value)
+    else:
+        yield data
+
+
+def names(data: Any) -> Iterator[str]:
+    """Keys of everything nested, but of lists of rows inside of rows, whose columns stand for them."""
+    if isinstance(data, dict):
+        yield from (key for key, value in data.items() if key not in ("tiles", "shapes"))
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from names(value)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_stored_result_is_shown(file: Path) -> None:
+    text, data = shown(file), json.loads(file.read_text())
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 220 and len(lines) > 5
+    if file.parent.name != "tuning":
+        rows = [row["model"] for row in data.get("rows", [])]
+        # Behind a colon a model's name has its slices, which are told in words.
+        models = [model["name"].partition(":")[0] for model in data.get("models", [])]
+        wanted = rows or models or data.get("runs", data)
+        assert all(name in text for name in wanted)
+        return
+    # Raw data: every number and every column is there.
+    assert "…" not in text
+    words = " ".join(text.split())
+    single = set(words.replace(",", " ").split())
+    for value in set(leaves(data)):
+        said = f"{value:.10g}" if isinstance(value, float) else "–" if value is None else str(value)
+        assert said in single or " ".join(said.split()) in words, value
+    for name in set(names(data)) - {"what"}:
+        assert name in words, name
+
+
+def test_losses_are_followed_and_compared(tmp_path: Path) -> None:
+    file = tmp_path / "l.json"
+    ours = [float(100 - i) for i in range(100)]
+    file.write_text(json.dumps({"stock": ours, "ours": [*ours[:70], ours[70] + 0.5, *ours[71:]]}))
+    lines = [line.split() for line in shown(file).splitlines()]
+    assert ["0", "100.0000", "100.0000"] in lines and ["99", "1.0000", "1.0000"] in lines
+    assert len(lines) < 30
+    assert ["furthest", "apart:", "5.00e-01,", "at", "step", "70", "of", "100"] in lines
+
+
+def test_vllm_is_compared_with_stock() -> None:
+    data = json.loads(VLLM.read_text())
+    text = shown(VLLM)
+    runs = {name: run["tokens_per_s"]["prefill"] for name, run in data["runs"].items()}
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["flux-graph"])
+    assert row[1:3] == [
+        f"{runs['flux-graph']:.0f}",
+        f"{runs['flux-graph'] / runs['stock-graph']:.3f}",
+    ]
+    assert "stock-graph | flux-graph: 3 of 8 answers equal" in text
+
+
+def test_what_verify_and_doctor_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [
+        Outcome("gemm", "one tile", "CPU", "exact", "", 0.25),
+        Outcome("gemm_rs", "[many] tiles", "2 ranks", "timed out", "after 3 s"),
+    ]
+    monkeypatch.setattr(verify, "plan_runs", lambda *a: iter([iter(outcomes)]))
+    monkeypatch.setattr(doctor, "examine", lambda **k: iter([Finding("part", "thing", "[3]", "bad", "do")]))
+    for command in ("verify", "doctor"):
+        file = tmp_path / f"{command}.json"
+        ran = runner.invoke(app, [command, "--json", str(file)])
+        assert ran.exit_code == 1 and not json.loads(file.read_text())["ok"]
+        text = shown(file)
+        assert text.splitlines()[0].startswith(f"flux {command} · ")
+        assert text.splitlines()[1:] == ran.stdout.splitlines()
+    assert "[many] tiles" in shown(tmp_path / "verify.json")
+
+
+@pytest.mark.parametrize("file", [BENCH, LOSSES, VLLM, TUNING], ids=lambda file: file.stem)
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.999])
+def test_a_file_that_is_cut_off(file: Path, share: float, tmp_path: Path) -> None:
+    text = file.read_text().rstrip()
+    cut = tmp_path / "cut.json"
+    cut.write_text(text[: int(share * len(text))])
+    assert refusal(cut).endswith(f"file {cut}: expected JSON, but it is cut off")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "null",
+            "3",
+            "[]",
+            "{}",
+            '"what"',
+            '{"a": 1}',
+            '{"a": []}',
+            '{"a": [1], "b": [1, 2]}',
+            '[{"what": 1}]',
+        ),
+        *('{"schema": 1}', '{"schema": 99}'),
+    ],
+)
+def test_other_json_says_what_is_expected(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    line = refusal(file)
+    assert "--show expected a result of bench, outcomes of verify, findings of doctor" in line
+    assert line.endswith(f"{file} is none of these")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": 1, "rows": [], "suite": "x"}',
+        '{"schema": 1, "rows": 3, "suite": "x"}',
+        '{"outcomes": [{"op": "gemm"}], "commit": "a", "date": "b"}',
+        '{"outcomes": 3}',
+        '{"outcomes": [{"op": 1, "case": 2, "where": 3, "state": "new"}], "commit": "a", "date": "b"}',
+        '{"findings": [3], "date": "b"}',
+        '{"runs": {}}',
+        '{"runs": []}',
+    ],
+)
+def test_parts_of_a_file_are_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    file.write_text(text)
+    assert "but not whole" in refusal(file)
+
+
+def test_what_is_no_json(tmp_path: Path) -> None:
+    for name, content, why in (
+        ("a", b"", "it is empty"),
+        ("b", b"some text", "Expecting value"),
+        ("c", b"\xff\xfe\x00", "byte 0: expected UTF-8, got 0xff"),
+        ("d", b"[" * 100_000, "expected at most 64 levels, got more"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert why in refusal(tmp_path / name)
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        assert f"file {path}: {why}" in refusal(path)
+
+
+def test_results_of_another_schema(tmp_path: Path) -> None:
+    data = json.loads(BENCH.read_text()) | {"schema": 99}
+    (tmp_path / "new.json").write_text(json.dumps(data))
+    assert "schema: expected 1, got 99" in refusal(tmp_path / "new.json")
+
+
+def test_only_results_of_bench_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
+    line = refusal(TUNING, "--plot", str(tmp_path / "p.png"))
+    assert "--plot draws results of bench" in line and "has tuning data" in line
+    empty = record.read(BENCH)
+    empty.rows.clear()
+    record.write(empty, tmp_path / "empty.json")
+    result = runner.invoke(
+        app, ["bench", "--show", str(tmp_path / "empty.json"), "--plot", str(tmp_path / "p.png")]
+    )
+    assert result.exit_code == 2 and "no row of flux to plot" in result.stderr
+
+
+@pytest.mark.parametrize("width", [TABLE_WIDTH, 120])
+def test_wide_tables_are_cut_between_columns(width: int) -> None:
+    """Each part has the columns that name a row, and no number is folded."""
+    console = Console(file=io.StringIO(), width=width)
+    numbers = {f"column {i}": 1000.5 + i for i in range(30)}
+    tables.show({"what": "x", "rows": [{"model": "a", "m": 1} | numbers, {"model": "b", "m": 2}]}, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    heads = [line for line in lines if "column" in line]
+    assert len(heads) > 2 and all(head[:2] == ["model", "m"] for head in heads)
+    found = [word for line in lines if line[:2] == ["a", "1"] for word in line[2:]]
+    assert found == [f"{value:.10g}" for value in numbers.values()]
+    assert lines.count(["b", "2"]) == 1, "it has no number in any part"
+
+
+def test_all_kinds_are_told_apart() -> None:
+    model, *_ = BENCH.parent.glob("*-megatron_model-*.json")
+    kinds = [
+        [kind.name for kind in show.KINDS if kind.is_one(data)][0]
+        for data in (json.loads(file.read_text()) for file in (BENCH, LOSSES, VLLM, model, TUNING))
+    ]
+    assert kinds == [show.KINDS[i].name for i in (0, 5, 3, 4, 6)]

@@ -1,0 +1,250 @@
+"""Megatron's layers of experts whose experts are Transformer Engine's grouped ones, on flux. Scenarios of
+test_megatron_te.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron_models import SWIGLU, Calls, OnCpu, Told, forward, grouped_config, grouped_pair
+from test_megatron import assert_alike
+from test_megatron_moe import facts, groups, train
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
+    "swiglu, activation recomputed": {
+        **SWIGLU,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+    },
+    "clamped": {**SWIGLU, "activation_func_clamp_value": 0.01},
+    "linear offset, shared expert, dropped tokens": {
+        **SWIGLU,
+        "glu_linear_offset": 1.0,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_expert_capacity_factor": 0.5,
+    },
+    "layer recomputed": {**SWIGLU, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def of_experts(model: Any) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if ".experts." in name}
+
+
+def grouped_equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """By convert_spec, and by convert_model: losses, gradients, parameters and checkpoints."""
+    from flux.integrations.megatron import coverage
+
+    told = Told()
+    seed = rank // layout["tensor_model_parallel_size"]
+    for number, (name, options) in enumerate(MODELS.items()):
+        config = grouped_config(layout, **options)
+        stock, ours = grouped_pair(config, rank, by_model=number == 1)
+        assert type(ours.decoder.layers[0].mlp.experts).__name__ == "TEGroupedMLP"
+        assert coverage(ours)["decoder.layers.0.mlp"] is None
+        for (n, p), (m, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+            assert n == m and (".experts." not in n or vars(p) == vars(q)), f"{name}: {n}"
+        (loss, grads, none), (our_loss, our_grads, calls) = train(stock, seed), train(ours, seed)
+        rows = ["activate_rows"] if "recomputed" in name else []  # of others than SwiGLU: Megatron's code
+        assert not none and calls == ["route", "ag_scatter_gemm", *rows, "gemm_gather_rs"] * 2, (name, calls)
+        assert len(of_experts(stock)) >= 8 and our_grads.keys() == grads.keys()
+        assert all(grads[n] is not None for n in of_experts(stock))
+        try:
+            assert_alike(our_loss, loss)
+            assert_alike(our_grads, grads)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
+    assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    stock.load_state_dict(ours.state_dict())
+    assert_alike(of_experts(stock), of_experts(ours))
+    warned = [m for m in told.messages if "FluxMoELayer" in m or "Grouped" in m]
+    assert not warned, "neither calls nor convert_spec leave anything of the experts to Megatron"
+
+
+def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Two micro-batches into main_grad, with weights in the distributed optimizer's buffer, not copied."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    config, grads = grouped_config(layout, **SWIGLU), []
+    stock, ours = grouped_pair(config, rank)
+    models = ((stock, False), (ours, False), (grouped_pair(config, rank)[1], True))
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        overlap_grad_reduce=True,
+    )
+    with OnCpu():
+        for model, by_flux in models:
+            accumulate_into_main_grad(model, by_flux)
+            before = {p.data_ptr() for p in of_experts(model).values()}
+            wrapped = DistributedDataParallel(config, options, model)
+            assert not before & {p.data_ptr() for p in of_experts(model).values()}, "they lie in its buffer"
+            with copies(model) as copied, Calls() as calls:
+                with wrapped.no_sync():
+                    forward(wrapped, rank).backward()
+                forward(wrapped, 2 + rank).backward()
+            assert not copied() and (len(calls.names) > 0) == (model is not stock)
+            finalize_model_grads([wrapped])
+            grads.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+            assert {p.grad_added_to_main_grad for p in of_experts(model).values()} == {by_flux}
+    assert all(grads[0][name].any() for name in of_experts(stock))
+    assert_alike(grads[1], grads[0])
+    assert_alike(grads[2], grads[0])
+
+
+@contextlib.contextmanager
+def copies(model: Any) -> Iterator[Callable[[], int]]:
+    """How many times weights of experts are stacked."""
+    shapes = {p.shape for p in of_experts(model).values()}
+    with mock.patch.object(torch, "stack", side_effect=torch.stack) as stack:
+        yield lambda: sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
+
+
+def grouped_weights_lie_in_one_tensor(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """After either conversion no pass copies weights. Those that were replaced are copied, with the same
+    result, until the model is converted again.
+    """
+    from flux.integrations.megatron import convert_model
+
+    config = grouped_config(layout, **SWIGLU)
+    for by_model in (False, True):
+        stock, ours = grouped_pair(config, rank, by_model=by_model)
+        expected = train(stock, rank)[:2]
+        for expected_copies in (0, 8, 0):
+            with copies(ours) as copied:
+                got = train(ours, rank)[:2]
+            assert copied() == expected_copies, "two layers of two products, forward and backward"
+            assert_alike(got, expected)
+            if expected_copies:
+                convert_model(ours)
+            else:
+                for p in of_experts(ours).values():
+                    p.data = p.data.clone()
+
+
+def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """What flux does not serve runs in Megatron's own code, with the same result, and one line says why."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    from flux.integrations.megatron import coverage
+
+    told = Told()
+    stock, ours = grouped_pair(grouped_config(layout), rank)
+    expected = train(stock, rank)[:2]
+    layer = ours.decoder.layers[0].mlp
+    config, experts = layer.config, layer.experts
+    hook = experts.linear_fc2.register_forward_pre_hook(lambda *_: None)
+    loss, grads, calls = train(ours, rank)
+    assert len(calls) == 3, "the other layer has no hooks"
+    assert_alike((loss, grads), expected)
+    hook.remove()
+    assert len(train(ours, rank)[2]) == 6
+    changes: list[tuple[Any, str, Any, str]] = [
+        (config, option, value, reason)
+        for option, value, reason in (
+            ("fp8", "hybrid", "its experts compute in fp8 or fp4"),
+            ("add_bias_linear", True, "its experts have biases"),
+            ("use_te_activation_func", True, "its activation is Transformer Engine's"),
+            ("moe_apply_probs_on_input", True, "probabilities are applied before the experts"),
+            ("delay_wgrad_compute", True, "Transformer Engine delays the gradients of its weights"),
+            ("quant_recipe", object(), "its experts have a recipe of quantization"),
+        )
+    ]
+    changes += [
+        (experts, "_with_fused_impl", True, "its experts are one operation of Transformer Engine's"),
+        (
+            experts.linear_fc2.weight1,
+            "gtp_remat_size",
+            2,
+            "the weights of its experts are split over another group too (generalized tensor parallelism)",
+        ),
+    ]
+    for target, name, value, reason in changes:
+        with mock.patch.object(target, name, value, create=True):
+            assert layer._reason(groups()) == reason
+    several: list[tuple[dict[str, Any], str]] = [
+        (
+            {"gated_linear_unit": True, "moe_mlp_glu_interleave_size": 32},
+            "gates and ups alternate in its experts' weights",
+        ),
+        (
+            {"bias_activation_fusion": True, "activation_func_fp8_input_store": True},
+            "its activation keeps its input in fp8",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "its activation is recomputed",
+        ),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
+            "activations of its experts are offloaded to the CPU",
+        ),
+    ]
+    for options, reason in several:
+        with mock.patch.multiple(config, create=True, **options):
+            assert layer._reason(groups()) == reason
+    weight = experts.linear_fc1._parameters.pop("weight0")
+    assert layer._reason(groups()) == "the weights of its experts are one parameter"
+    experts.linear_fc1._parameters["weight0"] = weight
+    fc1, experts.linear_fc1 = experts.linear_fc1, torch.nn.Identity()
+    assert layer._reason(groups()) == "the linear layers of its experts are not Transformer Engine's"
+    experts.linear_fc1 = fc1
+    layer.experts.__class__ = type("Other", (TEGroupedMLP,), {})
+    assert layer._reason(groups()) == "its experts are Other, neither SequentialMLP nor TEGroupedMLP"
+    layer.experts.__class__ = TEGroupedMLP
+    assert layer._reason(groups()) is None
+    assert layer._why_not(torch.ones(1).bfloat16()).startswith("x is torch.bfloat16, and its experts")
+    # Whole models, whose activations Megatron makes again: the result of GELU, of which flux would keep it.
+    options = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    stock, ours = grouped_pair(grouped_config(layout, **options), rank)
+    assert coverage(ours)["decoder.layers.1.mlp"] == "its activation is recomputed"
+    loss, grads, calls = train(ours, rank)
+    assert not calls
+    assert_alike((loss, grads), train(stock, rank)[:2])
+    assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer runs" in m] == [
+        ["FluxMoELayer runs in Megatron's own code", "hooks run before its experts"],
+        ["FluxMoELayer runs in Megatron's own code", "its activation is recomputed"],
+    ]
+
+
+def grouped_parametrized_and_replaced(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Weights that are no parameters of their module, and modules that were replaced, are found."""
+    config = grouped_config(layout, **SWIGLU)
+    stock, ours = grouped_pair(config, rank)
+    for change in ("parametrization", "module"):
+        for model in (stock, ours):
+            experts = model.decoder.layers[0].mlp.experts
+            if change == "parametrization":
+                torch.nn.utils.parametrize.register_parametrization(
+                    experts.linear_fc2, "weight1", torch.nn.Tanh()
+                )
+            else:
+                for weight in ("weight0", "weight1"):
+                    with torch.no_grad():
+                        changed = torch.nn.Parameter(getattr(experts.linear_fc1, weight).detach() * -2)
+                    setattr(experts.linear_fc1, weight, changed)
+        found = [train(model, rank) for model in (stock, ours)]
+        assert len(found[1][2]) == 8 and not found[0][2]
+        assert_alike(found[1][:2], found[0][:2])
+
+
+ALL = (
+    grouped_equal_to_stock,
+    grouped_data_parallelism,
+    grouped_weights_lie_in_one_tensor,
+    grouped_falls_back,
+    grouped_parametrized_and_replaced,
+)

@@ -1,0 +1,484 @@
+"""Megatron's layers of experts on flux between CPU processes, for tensor, expert and mixed parallelism: the
+loss, the gradients and the checkpoints of stock Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import io
+import traceback
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_models import (
+    BATCH,
+    HIDDEN,
+    LAYOUTS,
+    SWIGLU,
+    Calls,
+    OnCpu,
+    Told,
+    flux_layers,
+    forward,
+    make_moe_config,
+    moe_pair,
+    prepare_layout,
+)
+from megatron_moe_steps import delayed_gradients, gradients_of_scores, what_training_costs
+from test_megatron import assert_alike
+
+from flux.testing import spawn
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
+    "swiglu": SWIGLU,
+    "clamped, recomputed": {
+        **SWIGLU,
+        "activation_func_clamp_value": 0.01,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "shared expert, dropped tokens": {
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_expert_capacity_factor": 0.5,
+        "moe_aux_loss_coeff": 0.1,
+    },
+    # Not with clamping, which Megatron-Core after 0.19 refuses.
+    "linear offset, sigmoid, losses of sequences and logits": {
+        **SWIGLU,
+        "glu_linear_offset": 1.0,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.01,
+    },
+}
+FEWER = ("swiglu",)  # for the mixed layout
+
+
+def train(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
+    model.zero_grad(set_to_none=True)
+    with Calls() as calls:
+        loss = forward(model, seed)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, calls.names
+
+
+def facts(model: Any, rank: int) -> dict[str, Any]:
+    metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
+    described = {}
+    for name, value in model.sharded_state_dict(metadata=metadata).items():
+        shape = getattr(value, "local_shape", None)
+        described[name] = (value.key, getattr(value, "global_shape", None), value.replica_id, shape)
+    return described
+
+
+def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    told = Told()
+    # Without tensor parallelism ranks are replicas, with batches of their own.
+    seed = rank // layout["tensor_model_parallel_size"]
+    for name, options in MODELS.items():
+        if world_size == 4 and name not in FEWER:
+            continue
+        stock, ours = moe_pair(make_moe_config(layout, **options), rank)
+        assert "decoder.layers.0.mlp" in flux_layers(ours) and "decoder.layers.0.mlp" not in flux_layers(
+            stock
+        )
+        for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
+            assert vars(p) == vars(q), f"{name}: {n}"
+        loss, grads, _ = train(stock, seed)
+        our_loss, our_grads, calls = train(ours, seed)
+        activation = ["activate_rows"] if name == "swiglu" else []  # of others: Megatron's code
+        assert calls == ["route", "ag_scatter_gemm", *activation, "gemm_gather_rs"] * 2, calls
+        assert our_grads.keys() == grads.keys()
+        assert sum(".local_experts." in n for n in grads) >= 8 and any("router" in n for n in grads)
+        assert_alike(our_loss, loss)
+        assert_alike(our_grads, grads)
+        with torch.no_grad():
+            assert_alike(forward(ours.eval(), seed), forward(stock.eval(), seed))
+    assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    stock.load_state_dict(ours.state_dict())
+    assert not [m for m in told.messages if "FluxMoELayer" in m]
+
+
+def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Whatever dispatcher is configured."""
+    stock, _ = moe_pair(make_moe_config(layout), rank)
+    _, ours = moe_pair(make_moe_config(layout, moe_token_dispatcher_type="alltoall"), rank)
+    assert_alike(train(ours, 7 + rank)[:2], train(stock, 7 + rank)[:2])
+
+
+def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32: by its hooks, and by
+    flux's GEMMs.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    config, grads = make_moe_config(layout, moe_aux_loss_coeff=0.1), []
+    stock, ours = moe_pair(config, rank)
+    for model, by_flux in ((stock, False), (ours, False), (moe_pair(config, rank)[1], True)):
+        accumulate_into_main_grad(model, by_flux)
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+        wrapped = DistributedDataParallel(config, options, model)
+        for seed in (rank, 2 + rank):
+            forward(wrapped, seed).backward()
+        finalize_model_grads([wrapped])
+        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+        added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
+        assert added == {by_flux}
+    assert_alike(grads[1], grads[0])
+    assert_alike(grads[2], grads[0])
+
+
+def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """variable_seq_lengths. Stock gets as many tokens on all ranks, and a loss without the surplus."""
+    uneven = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
+    stock, _ = moe_pair(make_moe_config(layout), rank)
+    _, ours = moe_pair(make_moe_config(layout, **uneven), rank)
+    length = (2, 5)[rank // layout["tensor_model_parallel_size"]]
+    found = []
+    for model, rows in ((stock, 5), (ours, length)):
+        layer = model.decoder.layers[0].mlp
+        x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))[:rows]
+        x.requires_grad_()
+        with Calls() as calls:
+            y = layer(x)[0][:length]
+        assert len(calls.names) == (3 if model is ours else 0)
+        y.sin().sum().backward()
+        assert x.grad is not None
+        found.append([y.detach(), x.grad[:length], *(p.grad for p in layer.parameters())])
+    assert_alike(found[1], found[0])
+
+
+def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Where flux does not apply Megatron's own code runs, with the same result, and one line says why."""
+    told = Told()
+    _, ours = moe_pair(make_moe_config(layout), rank)
+    expected = train(ours, rank)[:2]
+    layer = ours.decoder.layers[0].mlp
+    hook = layer.experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: None)
+    for _ in range(2):
+        loss, grads, calls = train(ours, rank)
+        assert len(calls) == 3, "the other layer has no hooks"
+        assert_alike((loss, grads), expected)
+    hook.remove()
+    assert len(train(ours, rank)[2]) == 6, "without the hook flux runs again"
+    stock, ours = moe_pair(make_moe_config(layout, add_bias_linear=True), rank)
+    loss, grads, calls = train(ours, rank)
+    assert not calls
+    assert_alike((loss, grads), train(stock, rank)[:2])
+    for option, value, reason in (
+        ("fp8", "hybrid", "fp8"),
+        ("fp4", "e2m1", "fp4"),
+        ("use_te_activation_func", True, "activation is Transformer Engine's"),
+        ("moe_apply_probs_on_input", True, "probabilities are applied before"),
+        ("moe_pad_expert_input_to_capacity", True, "padded to their capacity"),
+        ("moe_shared_expert_overlap", True, "shared experts overlap"),
+        ("overlap_moe_expert_parallel_comm", True, "overlaps with another batch"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True, "overlaps with weight gradients"),
+        ("moe_token_dispatcher_type", "flex", "dispatcher is flex"),
+        ("moe_router_topk", 17, "more than 16 experts"),
+    ):
+        before = getattr(layer.config, option, None)
+        setattr(layer.config, option, value)
+        assert reason in layer._reason(groups())
+        setattr(layer.config, option, before)
+    of_ranks = groups()
+    of_ranks.tp_ep = types.SimpleNamespace(size=of_ranks.tp_ep.size, rank=lambda: 1 - rank)
+    assert layer._reason(of_ranks) == "the ranks of its group are in another order"
+    of_ranks.tp_ep = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    assert layer._reason(of_ranks) == "the group of its experts has one rank"
+    layer.config._cpu_offloading_context = contextlib.nullcontext()
+    assert layer._why_not(torch.ones(1)) == "activations are offloaded to the CPU"
+    layer.config._cpu_offloading_context = None
+    assert layer._why_not(torch.ones(1).bfloat16()).startswith("x is torch.bfloat16, and its experts")
+    weight = layer.experts.local_experts[1].linear_fc2.weight
+    other = copy.copy(layer.experts.local_experts[0].linear_fc1)
+    other._parameters = {**other._parameters, "more": torch.nn.Parameter(torch.ones(1).double())}
+    for change, restore in (
+        (lambda: setattr(weight, "data", weight.double()), lambda: setattr(weight, "data", weight.float())),
+        (
+            lambda: setattr(layer.experts.local_experts[0], "linear_fc1", other),
+            lambda: other._parameters.pop("more"),
+        ),
+    ):
+        assert layer._why_not(torch.ones(1)) is None
+        change()
+        for _ in range(2):
+            assert layer._why_not(torch.ones(1)).startswith("x is torch.float32, and its experts")
+        restore()
+    experts, layer.experts = layer.experts, torch.nn.Identity()
+    assert layer._reason(groups()) == "its experts are Identity, neither SequentialMLP nor TEGroupedMLP"
+    layer.experts = experts
+    assert layer._reason(groups()) is None
+    assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer" in m] == [
+        ["FluxMoELayer runs in Megatron's own code", "hooks run before its experts"],
+        ["FluxMoELayer runs in Megatron's own code", "its experts have biases"],
+    ]
+
+
+def dispatchers_of_others(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """A dispatcher that Megatron chose for a call, as its inference engine does, is left alone."""
+    told = Told()
+    _, ours = moe_pair(make_moe_config(layout, moe_shared_expert_intermediate_size=16), rank)
+    layer = ours.decoder.layers[0].mlp
+    x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        expected = layer(x)[0]
+        other = copy.copy(layer._dispatchers[False])
+        layer.token_dispatcher = other
+        with Calls() as calls:
+            assert_alike(layer(x)[0], expected)
+        assert not calls.names and layer.token_dispatcher is other
+        layer.token_dispatcher = layer._dispatchers[False]
+        with Calls() as calls:
+            assert_alike(layer(x)[0], expected)
+    assert len(calls.names) == 3
+    assert [m for m in told.messages if "another dispatcher" in m] == [
+        "flux: FluxMoELayer runs in Megatron's own code: another dispatcher was chosen for this call"
+    ]
+
+
+def under_autocast(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """The dtype of stock Megatron's result, on flux, for x in fp32 and in bf16."""
+    told = Told()
+    stock, ours = (model.decoder.layers[0].mlp for model in moe_pair(make_moe_config(layout), rank))
+    x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), Calls() as calls:
+            expected = stock(x.to(dtype))[0]
+            y = ours(x.to(dtype))[0]
+        assert calls.names == ["route", "ag_scatter_gemm", "gemm_gather_rs"], calls.names
+        assert y.dtype == expected.dtype == torch.bfloat16
+        assert (y - expected).float().norm() < 0.02 * expected.float().norm()
+    # Stock's own backward pass of the router and of the experts fails here; that of flux's does not.
+    ours.router.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(x.bfloat16())[0].float().square().sum().backward()
+    grads = [p.grad for n, p in ours.named_parameters() if ".local_experts." in n]
+    assert len(grads) >= 4 and all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+    assert not [m for m in told.messages if "FluxMoELayer" in m], told.messages
+
+
+def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """overlap_param_gather: Megatron's data parallelism gathers parameters while the layers before run."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    from flux.integrations.megatron import accumulate_into_main_grad, convert_model
+
+    def losses(number: int, overlaps: bool) -> list[torch.Tensor]:
+        model = moe_pair(config, rank)[number]
+        if number:
+            convert_model(model)
+            accumulate_into_main_grad(model)
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps,
+            bucket_size=1000,
+        )
+        wrapped = DistributedDataParallel(config, options, model)
+        found = []
+        for step in range(3):
+            wrapped.zero_grad_buffer()
+            with Calls() as calls:
+                loss = forward(wrapped, 10 * step + replica)
+            assert len(calls.names) == (6 if number else 0), calls.names
+            loss.backward()
+            finalize_model_grads([wrapped])
+            found.append(loss.detach())
+            # In place of the optimizer, which wants CUDA tensors: each rank has its part of the parameters.
+            for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+                size = group.intra_distributed_optimizer_instance_size
+                own = group.intra_distributed_optimizer_instance_rank
+                for bucket in group.buckets:
+                    part = shard_buffer(bucket.param_data, size)[own]
+                    updated = part - 0.05 * shard_buffer(bucket.grad_data, size)[own]
+                    bucket.param_data.fill_(float("nan"))
+                    part.copy_(updated)
+            if not overlaps:
+                wrapped.start_param_sync()
+        return found
+
+    config = make_moe_config(layout, moe_shared_expert_intermediate_size=16)
+    replica = rank // layout["tensor_model_parallel_size"]
+    told = Told()
+    with OnCpu():
+        expected = losses(0, False)
+        assert_alike(losses(0, True), expected)
+        assert_alike(losses(1, True), expected)
+    assert not [m for m in told.messages if "FluxMoELayer" in m], told.messages
+
+
+def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Each pass reads the experts' weights where they lie: laid out at conversion, and in the buffer of the
+    distributed optimizer. The results are those of copies.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from flux.integrations.megatron import convert_model
+
+    config = make_moe_config(layout, **SWIGLU)
+    stock, ours = moe_pair(config, rank)
+    experts = {n: p for n, p in ours.named_parameters() if ".local_experts." in n}
+    shapes = {p.shape for p in experts.values()}
+
+    def addresses() -> list[int]:
+        return [p.data_ptr() for p in experts.values()]
+
+    def copies_of(step: Any) -> int:
+        stack = mock.Mock(side_effect=torch.stack)
+        with mock.patch.object(torch, "stack", stack):
+            step()
+        return sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
+
+    def step() -> None:
+        found.append(train(ours, rank)[:2])
+
+    found: list[Any] = []
+    assert copies_of(step) == 0
+    for p in experts.values():
+        p.data = p.data.clone()
+    assert copies_of(step) == 8, "two layers of two products, forward and backward"
+    convert_model(ours)
+    assert copies_of(step) == 0
+    ours.double().float()
+    assert copies_of(step) == 0
+    for grads in found[1:]:
+        assert_alike(grads, found[0])
+    # An optimizer's step and a checkpoint reach what the layers read.
+    train(stock, rank)
+    for model in (stock, ours):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert_alike(forward(ours, rank), forward(stock, rank))
+    saved = io.BytesIO()
+    torch.save({n: p.detach() for n, p in ours.named_parameters()}, saved)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    saved.seek(0)
+    ours.load_state_dict(torch.load(saved), strict=False)
+    with OnCpu():
+        assert copies_of(lambda: assert_alike(train(ours, rank)[:2], train(stock, rank)[:2])) == 0
+        before, grads = addresses(), train(stock, rank)[1]
+        ours.zero_grad(set_to_none=True)
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        wrapped = DistributedDataParallel(config, options, ours)
+        assert not set(before) & set(addresses()), "they lie in its buffer"
+        assert copies_of(lambda: forward(wrapped, rank).backward()) == 0
+        assert_alike({n: p.main_grad for n, p in ours.named_parameters()}, grads)
+        before = addresses()
+        convert_model(ours)
+        assert addresses() == before, "the buffer keeps its parameters"
+
+
+def replaced_modules(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """No call walks the modules of the experts. Those that were replaced or changed since are found."""
+    stock, ours = (m.decoder.layers[0].mlp for m in moe_pair(make_moe_config(layout, **SWIGLU), rank))
+    x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+    def is_alike(calls_of_flux: int) -> None:
+        found = []
+        for layer in (stock, ours):
+            layer.zero_grad(set_to_none=True)
+            with Calls() as calls:
+                y = layer(x)[0]
+            y.sin().sum().backward()
+            found.append([y.detach(), {name: p.grad for name, p in layer.named_parameters()}])
+        assert len(calls.names) == calls_of_flux
+        assert_alike(found[1], found[0])
+
+    is_alike(4)
+    with torch.no_grad(), mock.patch.object(torch.nn.Module, "named_modules", side_effect=AssertionError):
+        ours(x)
+    for layer in (stock, ours):
+        other = copy.copy(layer.experts.local_experts[0].linear_fc1)
+        other._parameters = {**other._parameters, "weight": torch.nn.Parameter(other.weight.detach() * -2)}
+        layer.experts.local_experts[0].linear_fc1 = other
+        linear = layer.experts.local_experts[1].linear_fc2
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Tanh())
+    is_alike(4)
+    for layer in (stock, ours):
+        others = copy.copy(layer.experts)
+        others._modules = {"local_experts": torch.nn.ModuleList(reversed(layer.experts.local_experts))}
+        layer.experts = others
+    is_alike(4)
+    ours.experts.local_experts[1]._forward_pre_hooks = {0: lambda *_: None}  # another dict
+    is_alike(0)
+
+
+def groups() -> Any:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    return get_default_pg_collection()
+
+
+def run_everything(rank: int, world_size: int) -> dict[str, str]:
+    from megatron.core import parallel_state
+
+    answers = {}
+    for layout_name, (size, layout) in LAYOUTS.items():
+        if size != world_size:
+            continue
+        prepare_layout(layout)
+        for scenario in SCENARIOS[layout_name]:
+            try:
+                scenario(rank, world_size, layout)
+                answer = ""
+            except Exception:
+                answer = traceback.format_exc()
+            answers[f"{layout_name}: {scenario.__name__}"] = answer
+        parallel_state.destroy_model_parallel()
+    return answers
+
+
+SCENARIOS = {
+    "TP 2": (equal_to_stock,),
+    "EP 2": (
+        equal_to_stock,
+        alltoall_becomes_flux,
+        data_parallelism,
+        delayed_gradients,
+        what_training_costs,
+        gradients_of_scores,
+        uneven_tokens,
+        falls_back,
+        dispatchers_of_others,
+        under_autocast,
+        parameters_arrive,
+        weights_without_copies,
+        replaced_modules,
+    ),
+    "TP 2, EP 2": (equal_to_stock, delayed_gradients, uneven_tokens, parameters_arrive),
+}
+NAMES = [(LAYOUTS[layout][0], f"{layout}: {s.__name__}") for layout, part in SCENARIOS.items() for s in part]
+# Importing Megatron takes most of the time: one set of processes per world size runs all layouts.
+_answers: dict[int, list[dict[str, str]]] = {}
+
+
+@pytest.mark.parametrize(("world_size", "name"), NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_experts_equal_stock_megatron(world_size: int, name: str) -> None:
+    if world_size not in _answers:
+        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=240)
+    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size

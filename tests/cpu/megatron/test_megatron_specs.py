@@ -1,0 +1,211 @@
+"""Specs of Megatron-Core on flux, and the models that Megatron-LM's scripts build from flags, between CPU
+processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from cases import Answers, by_name, run_scenarios
+from megatron_models import (
+    MIXTURE,
+    Told,
+    flux_layers,
+    make_config,
+    make_model,
+    prepare,
+    sizes,
+)
+from test_megatron import assert_alike, train
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
+
+
+def get_stock_spec(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+
+
+def nested_specs(rank: int, world_size: int) -> None:
+    """Every place of a spec in which newer releases put classes, and what convert_spec says of it."""
+    import functools
+
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from flux.integrations import megatron as ours
+
+    class Builder:
+        @classmethod
+        def as_mlp_submodule(cls, submodules: Any) -> Any:
+            return submodules
+
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    inner = functools.partial(MLP, submodules=mlp)
+    spec = functools.partial(MoELayer, submodules={"experts": [inner], "shared": (inner, 3)})
+    made = ours.convert_spec(spec)
+    assert made.func is ours.FluxMoELayer and spec.func is MoELayer
+    for part in (made.keywords["submodules"]["experts"][0], made.keywords["submodules"]["shared"][0]):
+        assert part.func is MLP
+        assert part.keywords["submodules"].linear_fc1 is ours.FluxColumnParallelLinear
+        assert part.keywords["submodules"].linear_fc2 is ours.FluxRowParallelLinear
+    assert mlp.linear_fc1 is ColumnParallelLinear, "the original must stay"
+    built = ours.convert_spec(functools.partial(Builder.as_mlp_submodule, submodules=mlp))
+    assert built().linear_fc2 is ours.FluxRowParallelLinear
+    by_name = ModuleSpec(("megatron.core.tensor_parallel.layers", "RowParallelLinear"))
+    assert ours.convert_spec(by_name).module is ours.FluxRowParallelLinear
+    # What stays is told; what flux cannot look into is a warning.
+    told = Told()
+    ours.convert_spec(
+        functools.partial(
+            MLP, submodules=MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=RowParallelLinear)
+        )
+    )
+    ours.convert_spec([RowParallelLinear, lambda: mlp])
+    assert [m.split(": ", 2)[2] for m in told.messages] == [
+        "1 on flux (linear_fc2 RowParallelLinear), 1 stay Megatron's (linear_fc1 Linear)",
+        "1 on flux (RowParallelLinear), 1 stay Megatron's (<lambda>)",
+    ]
+    with pytest.raises(ValueError, match="expected layers that flux replaces, got 0 on flux"):
+        ours.convert_spec(ModuleSpec(IdentityOp))
+    assert ours.convert_spec(ModuleSpec(IdentityOp), allow_unchanged=True).module is IdentityOp
+    assert ours.convert_spec(made).func is ours.FluxMoELayer, "twice is once"
+
+
+def spec_of_the_command_line(rank: int, world_size: int) -> None:
+    """`--spec flux.integrations.megatron gpt_layer_spec` builds the model of the flags."""
+    from flux.integrations.megatron import gpt_layer_spec
+
+    for options in (
+        {"qk_layernorm": True},
+        {"normalization": "RMSNorm", "num_query_groups": 2},
+        {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "tensor_model_parallel_size": 1},
+    ):
+        config = make_config(**options)
+        stock = make_model(config, get_stock_spec(config))
+        ours = make_model(config, gpt_layer_spec)
+        assert [(n, p.shape) for n, p in ours.named_parameters()] == [
+            (n, p.shape) for n, p in stock.named_parameters()
+        ], options
+        if "num_moe_experts" not in options:  # without sequence parallelism stock refuses to train these
+            assert_alike(train(ours), train(stock))
+        names = flux_layers(ours)
+        assert any(n.endswith("linear_proj") for n in names) and any(".mlp" in n for n in names)
+
+
+def multi_token_prediction(rank: int, world_size: int) -> None:
+    """By a converted spec, and converted after it was built, as `on_flux` does it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from flux.integrations.megatron import convert_model, convert_spec, gpt_layer_spec
+
+    mixture = {**MIXTURE, "tensor_model_parallel_size": 1}
+    for options in ({}, mixture):
+        config = make_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.3, **options)
+        spec = get_stock_spec(config)
+        block = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+        stock = make_model(config, spec, mtp_block_spec=block)
+        for parts in ((spec, block), (convert_spec(spec), convert_spec(block))):
+            ours = make_model(config, parts[0], mtp_block_spec=parts[1])
+            found = convert_model(ours)
+            left = [name for name, why in found.items() if why is not None]
+            assert left == ["embedding.word_embeddings"], left
+            assert sum(name.startswith("mtp.") for name in found) >= 4, found
+            if not options:  # without sequence parallelism stock refuses to train experts
+                assert_alike(train(ours), train(stock))
+        with pytest.raises(ValueError, match="Invalid spec"):
+            get_gpt_mtp_block_spec(config, gpt_layer_spec, use_transformer_engine=False)
+
+
+def layers_of_other_classes(rank: int, world_size: int) -> None:
+    """`--spec` names one class: a model whose layers differ in class is refused."""
+    from unittest import mock
+
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from flux.integrations.megatron import gpt_layer_spec
+
+    config = make_config()
+    specs = get_stock_spec(config).layer_specs
+    specs[1] = copy.copy(specs[1])
+    specs[1].module = type("Other", (TransformerLayer,), {})
+    with (
+        mock.patch.object(gpt_layer_specs, "get_gpt_decoder_layer_specs", lambda *_, **__: specs),
+        pytest.raises(
+            Exception, match="expected TransformerLayer for layer 2, got Other; use get_flux_layer_spec"
+        ),
+    ):
+        make_model(config, gpt_layer_spec)
+
+
+def builders_of_flags(rank: int, world_size: int) -> None:
+    """What Megatron-LM's scripts call: with and without --spec, dense and with experts."""
+    from types import SimpleNamespace
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.spec_utils import import_module
+
+    from flux.integrations.megatron import coverage, on_flux
+
+    def gpt_builder(
+        args: Any, pre_process: Any, post_process: Any, vp_stage: Any = None, config: Any = None
+    ) -> Any:
+        torch.manual_seed(4)
+        spec = get_stock_spec(config) if args.spec is None else import_module(args.spec)
+        stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+        return GPTModel(config, spec, *sizes(config), position_embedding_type="rope", **stage)
+
+    ours = on_flux(gpt_builder)
+    assert ours.__name__ == "gpt_builder"
+    for options in ({"qk_layernorm": True}, {**MIXTURE, "tensor_model_parallel_size": 1}):
+        config = make_config(**options)
+        stock = gpt_builder(SimpleNamespace(spec=None), True, True, config=config)
+        assert None not in coverage(stock).values()
+        for spec in (None, ("flux.integrations.megatron", "gpt_layer_spec")):
+            model = ours(SimpleNamespace(spec=spec), True, True, config=config)
+            left = [name for name, why in coverage(model).items() if why is not None]
+            assert left == ["embedding.word_embeddings"], left
+            if "num_moe_experts" not in options:  # without sequence parallelism stock refuses to train these
+                assert_alike(train(model), train(stock))
+    with pytest.raises(ValueError, match="convert_model: model: expected layers that flux serves"):
+        on_flux(torch.nn.Linear)(2, 3)
+    empty = torch.nn.Module()
+    empty.decoder = torch.nn.Module()
+    empty.decoder.layers = torch.nn.ModuleList()
+    assert on_flux(lambda: empty)() is empty, "a stage may have no layers"
+
+
+SCENARIOS = by_name(
+    nested_specs,
+    spec_of_the_command_line,
+    multi_token_prediction,
+    layers_of_other_classes,
+    builders_of_flags,
+)
+
+
+def run(rank: int, world_size: int) -> dict[str, str]:
+    prepare(2)
+    return run_scenarios(SCENARIOS, rank, world_size)
+
+
+# One set of processes: importing Megatron takes two seconds.
+answers = Answers(run, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_specs(name: str) -> None:
+    told = answers.of(2, name)
+    assert told == [""] * 2, "\n".join(told)

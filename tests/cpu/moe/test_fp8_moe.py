@@ -1,0 +1,386 @@
+"""Grouped GEMM and both expert layers with fp8 operands on CPU processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
+from effort import some
+from fp8_random import differs
+
+import flux
+from flux import _native
+from flux.fp8 import scales as fp8
+from flux.measured.times import NO_FACTS
+from flux.moe import reference
+from flux.moe.routing import tokens_of_rows
+from flux.ops import grouped_gemm as grouped
+from flux.ops.quantize import dequantized
+from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.moe import plan_layer
+from flux.testing import scaled_bound
+from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_data import exact_product
+from flux.testing.scaled_moe_data import ScaledMoe
+
+Tensor = torch.Tensor
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ["tensor", "row", "block"]
+
+
+def layouts(p: int, rounds: int = 2) -> list[ScaledMoe]:
+    """Small ones, with experts and tokens distributed in every way."""
+    found = []
+    for i, kind in enumerate(KINDS * rounds):
+        for ep_size in [e for e in range(1, p + 1) if p % e == 0]:
+            tokens = tuple((7 if p == 1 or i < 3 else 0) + 30 * r for r in range(p))
+            moe = MoeCase(tokens, 260, 272, 4 * ep_size, 2, ep_size, skew="skewed", seed=i)
+            found.append(ScaledMoe(moe, kind, E5M2 if i % 2 else E4M3, torch.float32))
+    return found
+
+
+def both(case: ScaledMoe, rank: int) -> list[str]:
+    """What is wrong with either layer, and with its reference."""
+    routing = case.route(rank)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+    rows, count = flux.moe.ag_scatter_gemm(x, w, routing, **how), int(routing.offsets[-1])
+    again = reference.ag_scatter_gemm(x, w, routing, None, *how.values(), "promoted")
+    expected = case.layer0(rank)
+    told = [differs("layer 0", rows[:count], expected), differs("its reference", again[:count], expected)]
+    (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(rows)), case.w2(rank)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+    result, expected = flux.moe.gemm_gather_rs(x, w, routing, **how), case.layer1(rank)
+    again = reference.gemm_gather_rs(x, w, routing, *how.values(), "promoted")
+    return [*told, differs("layer 1", result, expected), differs("its reference", again, expected)]
+
+
+def exact(rank: int, p: int) -> None:
+    for case in layouts(p, some(2)):
+        assert both(case, rank) == [""] * 4, case
+
+
+DEFECTS: dict[str, Callable[[fp8.Scales], fp8.Scales]] = {
+    "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
+    "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
+    "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
+    "rows swapped": lambda s: s._replace(x=s.x.roll(1, 0)),
+    "experts swapped": lambda s: s._replace(w=s.w.roll(1, 0)),
+}
+
+
+def defects(rank: int, p: int) -> None:
+    """Wrong scales of either layer on the last rank are seen by some rank."""
+    whole = fp8.Scales.canonical_experts
+    layers = ("layer 0", "layer 1")
+    seen = {(layer, name, kind): 0 for layer in layers for name in DEFECTS for kind in KINDS}
+    for layer in layers:
+        del seen[layer, "rows swapped", "tensor"]  # they have one scale
+    for case in layouts(p):
+        routing = case.route(rank)
+        count = int(routing.offsets[-1])
+        (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+        first = {"x": x, "weight": w, "scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+        (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(routing.rows)), case.w2(rank)
+        second = first | {"x": x, "weight": w, "scale_x": scale_x, "scale_w": scale_w}
+        expected = case.layer0(rank), case.layer1(rank)  # take longer than the calls
+        for name, change in DEFECTS.items():
+            if ("layer 0", name, case.kind) not in seen:
+                continue
+
+            def planted(self: fp8.Scales, *sizes: int, change: Any = change) -> fp8.Scales:
+                made = whole(self, *sizes)
+                return change(made) if rank == p - 1 else made
+
+            with mock.patch.object(fp8.Scales, "canonical_experts", planted):
+                rows = flux.moe.ag_scatter_gemm(routing=routing, **first)
+                sums = flux.moe.gemm_gather_rs(routing=routing, **second)
+            seen["layer 0", name, case.kind] += not torch.equal(rows[:count], expected[0])
+            seen["layer 1", name, case.kind] += not torch.equal(sums, expected[1])
+    found = torch.tensor([*seen.values()])
+    dist.all_reduce(found)
+    assert (found > 0).all(), dict(zip(seen, found.tolist(), strict=True))
+
+
+def random_data(rank: int, p: int) -> None:
+    """Both layers within the bound of an fp64 product of what the operands stand for."""
+    experts, tokens, k, n = 4, 12, 390, 256
+    for of_rows, of_weights in (("token", "tensor"), ("group128", "block128")):
+        g = torch.Generator().manual_seed(5)  # every rank knows the tokens and routes of all
+        xs = [
+            torch.randn(tokens, k, generator=g) * torch.rand(tokens, 1, generator=g).exp() for _ in range(p)
+        ]
+        ids = [torch.rand(tokens, experts, generator=g).topk(2)[1].int() for _ in range(p)]
+        weights = [torch.rand(tokens, 2, generator=g) for _ in range(p)]
+        own = torch.Generator().manual_seed(rank)
+        w1, w2 = torch.randn(experts, n, k, generator=own), torch.randn(experts, k, n, generator=own)
+        rows = [flux.quantize(x, of_rows) for x in xs]  # type: ignore[call-overload]
+        (q1, s1), (q2, s2) = (_each_quantised(w, of_weights) for w in (w1, w2))
+        routing = flux.moe.route(ids[rank], weights[rank], experts, max_tokens=tokens)
+        first = flux.moe.ag_scatter_gemm(rows[rank][0], q1, routing, scale_x=rows[rank][1], scale_w=s1)
+        count, places = int(routing.offsets[-1]), tokens_of_rows(routing)
+        every_q = torch.cat([q.view(torch.uint8) for q, _ in rows]).view(E4M3)[places[:count]]
+        every_s = torch.cat([scale for _, scale in rows])[places[:count]]
+        exact, bound = _products(every_q, every_s, q1, s1, routing.offsets, torch.bfloat16)
+        assert ((first[:count].double() - exact).abs() <= bound).all(), of_rows
+        hidden, of_hidden = flux.quantize(first.nan_to_num(), of_rows)  # type: ignore[call-overload]
+        result = flux.moe.gemm_gather_rs(hidden, q2, routing, scale_x=of_hidden, scale_w=s2)
+        products = _products(hidden[:count], of_hidden[:count], q2, s2, routing.offsets, torch.bfloat16)
+        of_experts = torch.searchsorted(routing.offsets, torch.arange(count), right=True) - 1
+        source, token = places[:count] // tokens, places[:count] % tokens
+        every_id, every_weight = torch.stack(ids), torch.stack(weights).double()
+        chosen = (every_id[source, token] == of_experts[:, None]).int().argmax(1)
+        by = every_weight[source, token, chosen][:, None]
+        sums = torch.zeros(2, p * tokens, k, dtype=torch.float64)
+        for total, part in zip(sums, (by * products[0], by * products[1]), strict=True):
+            total.index_add_(0, source * tokens + token, part)
+        sums[1] += 2.0**-7 * sums[0].abs()  # contributions are rounded, too
+        dist.all_reduce(sums)
+        exact, bound = sums[:, rank * tokens :][:, :tokens]
+        bound += 2.0**-8 * exact.abs()
+        assert ((result.double() - exact).abs() <= bound).all(), of_rows
+        assert bound.mean() < 0.2 * exact.square().mean().sqrt(), "a bound that wrong scales would keep"
+
+
+def _each_quantised(weight: Tensor, quant: str) -> tuple[Tensor, Tensor]:
+    made = [flux.quantize(w, quant) for w in weight]  # type: ignore[call-overload]
+    return torch.stack([q.view(torch.uint8) for q, _ in made]).view(E4M3), torch.stack([s for _, s in made])
+
+
+def _products(
+    q: Tensor, scale: Tensor, weight: Tensor, scale_w: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Exact products of rows sorted by expert, and how far results may be from them."""
+    parts = []
+    for e, (first, last) in enumerate(zip(offsets.tolist(), offsets[1:].tolist(), strict=False)):
+        call = q[first:last], scale[first:last], weight[e], scale_w[e]
+        exact = exact_product(*call)
+        parts.append((exact, scaled_bound(*call, exact, out_dtype)))
+    exact, bound = (torch.cat(part) for part in zip(*parts, strict=True))
+    return exact, bound
+
+
+def activations(rank: int, p: int) -> None:
+    """Activations are of the scaled sums."""
+    case = ScaledMoe(MoeCase((20,) * p, 200, 256, 4, 2, seed=3), "block", E4M3, torch.float32)
+    routing = case.route(rank)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    count = int(routing.offsets[-1])
+    for activation in grouped.ACTIVATIONS:
+        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32}
+        rows = flux.moe.ag_scatter_gemm(x, w, routing, activation=activation, **how)
+        expected = grouped.activate(case.layer0(rank), activation)
+        torch.testing.assert_close(rows[:count], expected)
+
+
+@asked_of_one_and_of_several
+def torch_sees(rank: int, p: int) -> None:
+    case = layouts(p)[2]
+    routing = case.route(rank)
+    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    how = (scale_x, scale_w, torch.float16, "promoted")
+    name = dist.group.WORLD.group_name
+    opcheck(torch.ops.flux.moe_ag_scatter_gemm.default, (x, w, [*routing[:11]], *sizes, None, name, *how))
+    (h, scale_h), (w2, scale_w2) = case.hidden_rows(rank, len(routing.rows)), case.w2(rank)
+    rest = (*sizes, routing.num_tokens, name, scale_h, scale_w2, torch.float16, "promoted")
+    opcheck(torch.ops.flux.moe_gemm_gather_rs.default, (h, w2, [*routing[:11]], *rest))
+    with pytest.raises(
+        ValueError, match="moe.gemm_gather_rs: scale_x: expected a tensor that needs no gradient"
+    ):
+        scale = torch.ones(1, requires_grad=True)
+        flux.moe.gemm_gather_rs(h, w2, routing, scale_x=scale, scale_w=scale_w2)
+
+
+def disagreements(rank: int, p: int) -> None:
+    if p == 1:
+        return
+    case = next(c for c in layouts(p) if c.kind == "row" and c.moe.ep_size == 1)
+    block = replace(case, kind="block")
+    routing = case.route(rank)
+    for other in (block, replace(case, out_dtype=torch.float16)):
+        mine = other if rank == p - 1 else case
+        (x, scale_x), (w, scale_w) = mine.x(rank), mine.w1(rank)
+        with pytest.raises(ValueError, match="moe.ag_scatter_gemm: expected the same call on all ranks"):
+            flux.moe.ag_scatter_gemm(
+                x, w, routing, scale_x=scale_x, scale_w=scale_w, out_dtype=mine.out_dtype
+            )
+    assert both(case, rank) == [""] * 4
+
+
+SCENARIOS = by_name(exact, defects, random_data, activations, torch_sees, disagreements)
+
+
+def run(rank: int, p: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, p)
+
+
+answers = Answers(run, timeout_s=400)
+
+
+@pytest.mark.parametrize(("world_size", "scenario"), questions([1, 2, 3, 4], SCENARIOS))
+def test_fp8_experts(world_size: int, scenario: str) -> None:
+    told = answers.of(world_size, scenario)
+    assert told == [""] * world_size, "\n".join(told)
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "moe.ag_scatter_gemm", "moe.gemm_gather_rs"])
+def test_kernels_of_experts_store_16_bits(op: str) -> None:
+    for out_dtype, expected in ((torch.float32, False), (torch.float16, True)):
+        scaling = fp8.Scaling("row", out_dtype)
+        fused, why = can_run_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
+        assert fused is expected, why
+        assert expected or "16 bits, not float32" in why
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaling"), [(E4M3, fp8.Scaling("row", torch.float16)), (torch.float16, None)]
+)
+def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: fp8.Scaling | None) -> None:
+    workspace: Any = SimpleNamespace(
+        world_size=2,
+        device=torch.device("cuda"),
+        why_not=None,
+        topology=None,
+        tuning=NO_FACTS,
+        transport="",
+        num_sms=132,
+        left_free=0,
+        plans={},
+    )
+    sizes = (64, 512, 256, dtype, 2, 1, 4)  # tokens, n, k, dtype, top_k, ep_size, experts
+    plan = plan_layer(workspace, "moe.gemm_gather_rs", *sizes, scaling)
+    tile = _native.core.tile_config(plan.tile)
+    assert plan.fused and tile.operand_bytes == dtype.itemsize, (plan, tile)
+
+
+def experts(kind: str, out_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of a grouped GEMM, and its exact result."""
+    case = ScaledMoe(MoeCase((40,), 256, 160, 4, 2, seed=2), kind, E4M3, out_dtype)
+    (x, scale_x), (w, scale_w) = case.x(0), case.w1(0)
+    rows = case.moe.rows(0)
+    counts = torch.bincount(rows[:, 0], minlength=4)
+    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    how = {"x": x, "weight": w, "offsets": offsets, "rows": rows[:, 2].int()}
+    return how | {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}, case.layer0(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_layouts_of_scales(kind: str) -> None:
+    how, expected = experts(kind)
+    scale_x, scale_w = how["scale_x"], how["scale_w"]
+    others: list[dict[str, Any]] = [{}, {"scale_w": scale_w.to(torch.float8_e8m0fnu)}]
+    if kind == "tensor":
+        others += [
+            {"scale_w": scale_w[:, None]},
+            {"scale_w": scale_w[:, None, None]},
+            {"scale_x": scale_x[0]},
+        ]
+        others += [{"scale_w": scale_w[:, None].expand(4, 160)}, {"scale_x": scale_x.expand(40)}]
+    if kind == "row":
+        others += [{"scale_w": scale_w[:, None]}, {"scale_w": scale_w[..., None]}, {"scale_x": scale_x[:, 0]}]
+    if kind == "block":
+        others += [
+            {"scale_x": fp8.column_major(scale_x)},
+            {"scale_w": scale_w.transpose(1, 2).contiguous().transpose(1, 2)},
+        ]
+    for other in others:
+        assert not differs("products", flux.grouped_gemm(**(how | other)), expected), other
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scale_w": None}, "scale_w: expected a tensor"),
+        ({"scale_x": None}, "scale_x: expected a tensor"),
+        ({"scale_x": torch.ones(40, 3)}, r"scale_x: expected one entry, \[40, 1\] or \[40, 2\]"),
+        ({"scale_w": torch.ones(4, 2, 3)}, r"scale_w: expected shape \[4, 2, 2\]"),
+        ({"scale_w": torch.ones(4, 160)}, r"scale_w: expected shape \[4, 2, 2\]"),
+        ({"scale_x": torch.ones(1)}, r"scale_w: expected one entry, \[4\], \[4, 160\]"),
+        ({"out_dtype": torch.int8}, "out_dtype: expected bfloat16"),
+        ({"accumulate": "fast"}, "accumulate: expected 'promoted' with block scales"),
+        (
+            {"weight": torch.ones(4, 256, 160).to(E4M3).transpose(1, 2)},
+            r"weight: expected .* stride\(2\) == 1",
+        ),
+        ({"weight": torch.ones(4, 160, 256).to(E5M2)}, "weight: expected dtype float8_e4m3fn"),
+        ({"x": torch.ones(40, 256)}, "x: expected dtype float8_e4m3fn or float8_e5m2"),
+    ],
+)
+def test_grouped_gemm_bad_arguments(change: dict[str, Any], told: str) -> None:
+    how, _ = experts("block")
+    with pytest.raises(ValueError, match="grouped_gemm: " + told):
+        flux.grouped_gemm(**(how | change))
+
+
+@pytest.mark.parametrize("padding", [-1, None])
+def test_grouped_gemm_of_deep_gemms_contiguous_layout(padding: int | None) -> None:
+    """`grouped_layout` has each row's group, and segments are padded; docs/fp8.md makes offsets of it."""
+    how, expected = experts("block")
+    offsets, of_rows = how["offsets"].tolist(), how["rows"].long()
+    x, scale_x, layout, places = [], [], [], []
+    for group, (first, last) in enumerate(itertools.pairwise(offsets)):
+        added = -(last - first) % 128
+        mine = of_rows[first:last]
+        places += range(len(layout), len(layout) + last - first)
+        layout += [group] * (last - first) + [group if padding is None else padding] * added
+        x.append(torch.cat([how["x"].float()[mine], torch.ones(added, 256)]))
+        scale_x.append(torch.cat([how["scale_x"][mine], torch.ones(added, 2)]))
+    grouped_layout = torch.tensor(layout, dtype=torch.int32)
+    bounds = torch.arange(len(offsets), dtype=torch.int32)
+    found = torch.searchsorted(grouped_layout.cummax(0).values, bounds, out_int32=True)
+    given = how | {"x": torch.cat(x).to(E4M3), "scale_x": torch.cat(scale_x), "rows": None, "offsets": found}
+    result = flux.grouped_gemm(**given)
+    assert result.shape[0] == len(layout) and len(layout) % 128 == 0
+    assert not differs("products", result[places], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_in_torch(kind: str) -> None:
+    how, _ = experts(kind)
+    names = ("x", "weight", "offsets", "rows")
+    scaling = (how["scale_x"], how["scale_w"], torch.bfloat16, "promoted")
+    opcheck(torch.ops.flux.grouped_gemm.default, (*(how[name] for name in names), "silu", *scaling))
+    compiled = torch.compile(flux.grouped_gemm, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**how), flux.grouped_gemm(**how))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped products, which CPUs lack, get the right operands."""
+    how, expected = experts(kind, torch.bfloat16)
+    x, rows = how["x"], how["rows"]
+    scales = fp8.Scales(how["scale_x"], how["scale_w"], torch.bfloat16, "promoted").canonical_experts(
+        4, 160, 256
+    )
+    offsets = how["offsets"]
+
+    def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        return flux.grouped_gemm(a, b.transpose(1, 2), torch.cat([torch.zeros(1), offs]).int())
+
+    def scaled_grouped_mm(
+        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, offs: Tensor, **how: Any
+    ) -> Tensor:
+        assert of_a.shape == (a.shape[0],) and of_b.shape == (4, 160) and how["out_dtype"] == torch.bfloat16
+        values = (
+            dequantized(a, of_a[:, None], "token"),
+            dequantized(b.transpose(1, 2), of_b[..., None], "token"),
+        )
+        return grouped_mm(values[0].bfloat16(), values[1].bfloat16().transpose(1, 2), offs)
+
+    monkeypatch.setattr(grouped, "torch_grouped_mm", lambda: grouped_mm)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
+    taken, of_rows = x.view(torch.uint8)[rows.long()].view(E4M3), scales.x_of(rows.long())
+    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, scales._replace(x=of_rows))
+    assert not differs("products", result, expected)
+    fp16 = scales._replace(x=of_rows, out_dtype=torch.float16)
+    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, fp16)
+    assert not differs("products", result, expected.half())

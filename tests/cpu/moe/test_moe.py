@@ -1,0 +1,434 @@
+"""flux.moe between CPU processes: exact results of both layers for tensor, expert and mixed parallelism, any
+skew and uneven tokens. One set of processes per world size runs all cases; each test looks at one answer.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from effort import some
+
+import flux
+from flux.comm.cpu import CpuWorkspace
+from flux.moe import reference
+from flux.testing import spawn
+from flux.testing.moe_data import MoeCase, random_case
+
+CASES = {
+    1: [MoeCase((150,), 24, 40, 4, 2), MoeCase((1,), 2, 2, 1, 1, dtype=torch.float32)],
+    2: [
+        MoeCase((150, 150), 24, 300, 4, 2),
+        MoeCase((150, 150), 24, 40, 4, 2, ep_size=2),
+        MoeCase((0, 130), 280, 16, 6, 3, ep_size=2, dtype=torch.float32),
+        MoeCase((7, 3), 8, 8, 2, 16, dropped=0.5, dtype=torch.float64),
+        MoeCase((200, 200), 16, 8, 8, 2, ep_size=2, skew="one slice"),
+    ],
+    4: [
+        MoeCase((140, 140, 140, 140), 24, 40, 4, 2),
+        MoeCase((140, 140, 140, 140), 1100, 16, 8, 2, ep_size=4),
+        MoeCase((140, 20, 0, 135), 24, 40, 8, 3, ep_size=2, dropped=0.2),
+        MoeCase((64, 64, 64, 64), 24, 40, 8, 2, ep_size=4, skew="one expert", dtype=torch.float16),
+        MoeCase((300, 1, 1, 1), 24, 40, 16, 4, ep_size=2, skew="half empty"),
+        MoeCase((0, 0, 0, 5), 24, 8, 4, 1, ep_size=4, dropped=1.0),
+    ],
+}
+RANDOM = {1: some(6), 2: some(24), 4: some(30)}
+
+
+def differ(result: torch.Tensor, expected: torch.Tensor) -> str:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    wrong = (result != expected).sum().item()
+    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+
+
+def run(case: MoeCase, rank: int, group: Any = None, references: bool = True) -> str:
+    ids, weights = case.routing(rank)
+    routing = flux.moe.route(
+        ids, weights, case.num_experts, group=group, ep_size=case.ep_size, max_tokens=case.max_tokens
+    )
+    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
+    expected0, expected1 = case.layer0(rank), case.layer1(rank)
+    hidden = case.hidden_rows(rank, routing.rows.shape[0])
+    results = [
+        ("ag_scatter_gemm", flux.moe.ag_scatter_gemm(x, w1, routing)[: len(expected0)], expected0),
+        ("gemm_gather_rs", flux.moe.gemm_gather_rs(hidden, w2, routing), expected1),
+    ]
+    if references:
+        by_torch = reference.ag_scatter_gemm(x, w1, routing)[: len(expected0)]
+        results += [
+            ("reference of ag_scatter_gemm", by_torch, expected0),
+            ("reference of gemm_gather_rs", reference.gemm_gather_rs(hidden, w2, routing), expected1),
+        ]
+    return next((f"{what}: {differ(a, b)}" for what, a, b in results if differ(a, b)), "")
+
+
+def late_signals(rank: int) -> Any:
+    """Delays ranks and signals at random; returns what ends it."""
+    signal, delays = CpuWorkspace.signal, random.Random(rank)
+
+    def late(self: CpuWorkspace, *args: Any) -> None:
+        if delays.random() < 0.1:
+            time.sleep(delays.random() * 0.003)
+        signal(self, *args)
+
+    CpuWorkspace.signal = late  # type: ignore[method-assign]
+
+    def end() -> None:
+        CpuWorkspace.signal = signal  # type: ignore[method-assign]
+
+    return end
+
+
+def everything(rank: int, world_size: int) -> dict[str, str]:
+    answers = {f"case {i}": run(case, rank) for i, case in enumerate(CASES[world_size])}
+    end = late_signals(rank)
+    for number in range(RANDOM[world_size]):
+        answers[f"random {number}"] = run(random_case(number, world_size), rank, references=False)
+    end()
+    if world_size > 1:
+        workspace = flux.explain("gemm_rs", world_size, 8, 8)
+        answers["protocol"] = "" if workspace.fused else workspace.reason
+    return answers
+
+
+_answers: dict[int, list[dict[str, str]]] = {}
+NAMES = [
+    (p, name)
+    for p in CASES
+    for name in [f"case {i}" for i in range(len(CASES[p]))]
+    + [f"random {i}" for i in range(RANDOM[p])]
+    + ["protocol"] * (p > 1)
+]
+
+
+@pytest.mark.parametrize(("world_size", "name"), NAMES)
+def test_moe_is_exact(world_size: int, name: str) -> None:
+    if world_size not in _answers:
+        _answers[world_size] = spawn(everything, world_size, backend="gloo", timeout_s=240)
+    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+
+
+def sub_meshes(rank: int, world_size: int) -> str:
+    """Two groups of two side by side, at different speeds, one with experts, one with columns distributed."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, place = rank % 2, rank // 2
+    for seed in range(4):
+        if rank == 1:
+            time.sleep(0.02)
+        case = MoeCase((90, 30 + seed), 24, 40, 6, 2, ep_size=1 + mine, seed=seed)
+        wrong = run(case, place, groups[mine])
+        if wrong:
+            return wrong
+    return ""
+
+
+def test_groups_side_by_side() -> None:
+    assert spawn(sub_meshes, 4, backend="gloo") == [""] * 4
+
+
+def unfused(rank: int, world_size: int) -> str:
+    answers = [run(case, rank) for case in CASES[world_size]]
+    return next((a for a in answers if a), "")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_unfused_gives_the_same(world_size: int) -> None:
+    told = spawn(unfused, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
+    assert told == [""] * world_size
+
+
+def whole_layer(rank: int, world_size: int) -> str:
+    """MoEMLP of every activation and layout against one rank that holds all experts, on normal data."""
+    hidden, intermediate, experts, k = 32, 64, 8, 3
+    for number, (ep_size, activation) in enumerate(
+        [(1, "swiglu"), (world_size, "swiglu"), (1, "gelu"), (world_size, "silu"), (1, None)]
+    ):
+        g = torch.Generator().manual_seed(number)
+        gates = 2 if activation == "swiglu" else 1
+        w1 = torch.randn(experts, gates, intermediate, hidden, generator=g, dtype=torch.float64)
+        w2 = torch.randn(experts, hidden, intermediate, generator=g, dtype=torch.float64)
+        tokens = 20 + 7 * rank
+        x = torch.randn(2, tokens, hidden, generator=g, dtype=torch.float64)
+        weights, ids = torch.rand(2, tokens, experts, generator=g).topk(k)
+        layer = flux.moe.MoEMLP(
+            hidden,
+            intermediate,
+            experts,
+            ep_size=ep_size,
+            activation=activation,
+            max_tokens=2 * (20 + 7 * (world_size - 1)),
+            dtype=torch.float64,
+        )
+        layer.load_state_dict({"w1": w1.flatten(1, 2), "w2": w2})
+        result = layer(x, ids, weights)
+        expected = reference.moe_mlp(
+            x.view(-1, hidden), ids.view(-1, k), weights.view(-1, k), w1.flatten(1, 2), w2, activation
+        )
+        torch.testing.assert_close(result, expected.view(x.shape), atol=1e-9, rtol=1e-9)
+        if not torch.equal(result, layer(x, ids, weights)):
+            return "not bitwise repeatable"
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_moe_mlp_is_the_layer_of_one_rank(world_size: int) -> None:
+    assert spawn(whole_layer, world_size, backend="gloo") == [""] * world_size
+
+
+def torch_sees(rank: int, world_size: int) -> str:
+    """opcheck, fakes and torch.compile, in the same order on all ranks."""
+    name = dist.group.WORLD.group_name
+    case = MoeCase((6, 5), 8, 10, 4, 2, ep_size=2, dtype=torch.float32)
+    ids, weights = case.routing(rank)
+    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
+    ops = torch.ops.flux
+    torch.library.opcheck(ops.moe_route.default, (ids, weights, 4, 2, 6, name, None))
+    routing = flux.moe.route(ids, weights, 4, ep_size=2, max_tokens=6)
+    hidden = torch.ones(routing.rows.shape[0], 10)
+    arguments = (list(routing[:11]), 4, 2, 6)
+    torch.library.opcheck(ops.moe_ag_scatter_gemm.default, (x, w1, *arguments, "swiglu", name))
+    torch.library.opcheck(ops.moe_gemm_gather_rs.default, (hidden, w2, *arguments, len(x), name))
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        routing = flux.moe.route(ids, weights, 4, group=dist.group.WORLD, ep_size=2, max_tokens=6)
+        hidden = flux.moe.ag_scatter_gemm(x * 2, w1, routing)
+        return flux.moe.gemm_gather_rs(torch.relu(hidden), w2, routing) + 1
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, ids, weights), layer(x, ids, weights))
+    return ""
+
+
+def test_torch_sees_operators() -> None:
+    assert spawn(torch_sees, 2, backend="gloo") == [""] * 2
+
+
+def without_dispatcher(rank: int, world_size: int) -> str:
+    """Every case through the dispatcher, then past it, as calls on GPUs without gradients go."""
+    modules = [sys.modules[f"flux.moe.{name}"] for name in ("routing", "ag_scatter_gemm", "gemm_gather_rs")]
+    routing_module, layer0_module, layer1_module = modules
+    ops, seen = [module._op for module in modules], []
+
+    def go_straight(straight: bool) -> None:
+        routing_module.may_skip_dispatch = lambda *_: straight
+        for module, op in zip(modules, ops, strict=True):
+            name = module.__name__
+            module._op = lambda *args, op=op, name=name: (seen.append(name), op(*args))[1]
+
+    def layer(case: MoeCase, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
+        routing = flux.moe.route(ids, weights, case.num_experts, **sizes)
+        hidden = case.hidden_rows(rank, routing.rows.shape[0])
+        layer0 = layer0_module.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
+        layer1 = layer1_module.gemm_gather_rs(hidden, case.w2(rank), routing)
+        return [*routing[:11], layer0[: int(routing.offsets[-1])], layer1]
+
+    for number, case in enumerate(CASES[world_size]):
+        ids, weights = case.routing(rank)
+        for given in ((ids, weights), (ids.int(), weights.bfloat16()), (ids.t().contiguous().t(), weights)):
+            go_straight(False)
+            dispatched = layer(case, *given)
+            called, seen[:] = list(seen), []
+            go_straight(True)
+            direct = layer(case, *given)
+            if called != [module.__name__ for module in modules] or seen:
+                return f"case {number}: the dispatcher saw {called}, then {seen}"
+            wrong = "; ".join(filter(None, map(differ, direct, dispatched)))
+            if wrong:
+                return f"case {number}: {wrong}"
+            places = [t.untyped_storage().data_ptr() for t in (*given, *direct) if t.numel()]
+            if len(set(places)) < len(places) or any(t._is_view() for t in direct[:11]):
+                return f"case {number}: a result shares its memory"
+    # What needs a gradient goes through the dispatcher, unless nobody asks for it.
+    ids, weights = case.routing(rank)
+    weights.requires_grad_()
+    with torch.no_grad():
+        direct = layer(case, ids, weights)
+    if seen or any(t.requires_grad for t in direct):
+        return f"without gradients the dispatcher saw {seen}"
+    direct = layer(case, ids, weights)
+    if len(seen) != 3 or not (direct[10].requires_grad and direct[-1].requires_grad):
+        return f"with gradients the dispatcher saw {seen}"
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_calls_past_the_dispatcher_give_the_same(world_size: int) -> None:
+    assert spawn(without_dispatcher, world_size, backend="gloo") == [""] * world_size
+
+
+IDS, WEIGHTS, X = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.ones(3, 2), torch.ones(3, 8)
+W1, W2 = torch.ones(2, 6, 8), torch.ones(2, 8, 6)
+GOOD: dict[str, dict[str, Any]] = {
+    "route": {"topk_ids": IDS, "topk_weights": WEIGHTS, "num_experts": 4, "ep_size": 2},
+    "ag_scatter_gemm": {"x": X, "weight": W1},
+    "gemm_gather_rs": {"x": torch.ones(12, 6), "weight": W2},
+}
+BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("route", {"topk_ids": IDS[0]}, ("topk_ids", "2 dimensions", "1")),
+    ("route", {"topk_ids": IDS.float()}, ("topk_ids", "int32 or int64", "float32")),
+    ("route", {"topk_ids": torch.ones(3, 17).long()}, ("topk_ids", "1 to 16", "[3, 17]")),
+    ("route", {"topk_weights": WEIGHTS[:2]}, ("topk_weights", "[3, 2]", "[2, 2]")),
+    ("route", {"topk_weights": IDS}, ("topk_weights", "floating", "int64")),
+    ("route", {"topk_weights": WEIGHTS.to("meta")}, ("topk_weights", "cpu", "meta")),
+    ("route", {"ep_size": 3}, ("ep_size", "divisor of the 2 ranks", "3")),
+    ("route", {"num_experts": 5}, ("num_experts", "multiple of ep_size = 2", "5")),
+    ("route", {"max_tokens": 2}, ("max_tokens", "at least the 3 tokens", "2")),
+    ("route", {"max_tokens": 2**29}, ("max_tokens", "2**30", str(2**29))),
+    ("ag_scatter_gemm", {"x": X[:2]}, ("x", "3 tokens", "[2, 8]")),
+    ("ag_scatter_gemm", {"x": X[0]}, ("x", "2 dimensions", "1")),
+    ("ag_scatter_gemm", {"x": X.int(), "weight": W1.int()}, ("x", "bfloat16, float16", "int32")),
+    ("ag_scatter_gemm", {"weight": W1[0]}, ("weight", "3 dimensions", "2")),
+    ("ag_scatter_gemm", {"weight": W1[:1]}, ("weight", "2 experts", "[1, 6, 8]")),
+    ("ag_scatter_gemm", {"weight": W1[..., 1:]}, ("weight", "k = 8", "[2, 6, 7]")),
+    ("ag_scatter_gemm", {"weight": W1.half()}, ("weight", "float32", "float16")),
+    ("ag_scatter_gemm", {"weight": W1.to("meta")}, ("weight", "cpu", "meta")),
+    ("ag_scatter_gemm", {"weight": W1[:, 1:], "activation": "swiglu"}, ("weight", "even", "[2, 5, 8]")),
+    ("ag_scatter_gemm", {"activation": "relu"}, ("activation", "silu, gelu, swiglu", "relu")),
+    ("ag_scatter_gemm", {"routing": IDS}, ("routing", "flux.moe.route", "Tensor")),
+    ("gemm_gather_rs", {"x": torch.ones(3, 6)}, ("x", "12 rows", "[3, 6]")),
+    ("gemm_gather_rs", {"weight": W1}, ("weight", "k = 6", "[2, 6, 8]")),
+]
+
+
+def bad_calls(rank: int, world_size: int) -> list[str]:
+    routing = flux.moe.route(**GOOD["route"])
+    told = []
+    for op, change, _ in BAD:
+        given = {} if op == "route" else {"routing": routing}
+        try:
+            getattr(flux.moe, op)(**{**GOOD[op], **given, **change})
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error))
+    # Nobody was waited for, and the group works on.
+    assert flux.moe.ag_scatter_gemm(X, W1, routing).shape == (12, 6)
+    with torch.no_grad():
+        assert not flux.moe.ag_scatter_gemm(X, torch.nn.Parameter(W1), routing).requires_grad
+    return told
+
+
+def test_bad_input_names_operator_argument_expected_and_got() -> None:
+    for told in spawn(bad_calls, 2, backend="gloo"):
+        for (op, _, words), message in zip(BAD, told, strict=True):
+            assert message.startswith(f"moe.{op}: {words[0]}: expected "), message
+            assert ", got " in message
+            for word in words[1:]:
+                assert word in message, message
+
+
+def disagree(rank: int, world_size: int) -> list[str]:
+    """Ranks that differ in what they ask for are told so, all of them, and the group works on."""
+    told = []
+    for change in ({"num_experts": 4 + 2 * rank}, {"ep_size": 1 + rank}, {"max_tokens": 4 + rank}):
+        try:
+            flux.moe.route(**{**GOOD["route"], **change})
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error))
+    routing = flux.moe.route(**GOOD["route"])
+    try:
+        flux.moe.ag_scatter_gemm(X, W1[:, rank:], routing)
+        told.append("no error")
+    except ValueError as error:
+        told.append(str(error))
+    assert flux.moe.ag_scatter_gemm(X, W1, routing).shape == (12, 6)
+    return told
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    for told in spawn(disagree, 2, backend="gloo"):
+        for message in told:
+            assert "expected the same call on all ranks" in message
+
+
+def victim(rank: int, world_size: int, op: str) -> list[flux.CommTimeoutError]:
+    import os
+
+    case = MoeCase((300,) * world_size, 600, 16, 6, 2, ep_size=1 if op == "route" else world_size)
+    assert run(case, rank, references=False) == ""
+    ids, weights = case.routing(rank)
+    routing = flux.moe.route(ids, weights, 6, ep_size=case.ep_size)
+    hidden = case.hidden_rows(rank, routing.rows.shape[0])
+    dist.barrier()
+    if rank == 1:
+        send, sent = CpuWorkspace.signal, [0]
+
+        def last_signal(self: CpuWorkspace, *args: Any) -> None:
+            if sent[0] == 1:
+                os._exit(7)
+            sent[0] += 1
+            send(self, *args)
+
+        CpuWorkspace.signal = last_signal  # type: ignore[method-assign]
+    calls = {
+        "route": lambda: flux.moe.route(ids, weights, 6, ep_size=case.ep_size),
+        "ag_scatter_gemm": lambda: flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing),
+        "gemm_gather_rs": lambda: flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing),
+    }
+    told = []
+    for attempt in (calls[op], calls[op], flux.check):
+        try:
+            attempt()
+        except flux.CommTimeoutError as error:
+            told.append(error)
+    return told
+
+
+@pytest.mark.parametrize("op", ["route", "ag_scatter_gemm", "gemm_gather_rs"])
+def test_a_rank_that_dies_in_the_middle_is_named(op: str) -> None:
+    results = spawn(victim, 3, op, env={"FLUX_TIMEOUT_S": "3"}, backend="gloo", may_die={1})
+    for rank in (0, 2):
+        assert len(results[rank]) == 3, "the first call, a second one and check() must raise"
+        for error in results[rank]:
+            assert (error.op, error.rank, error.peer) == (f"moe.{op}", rank, 1)
+            assert "flux.moe." in str(error)
+
+
+def nothing_to_receive(rank: int, world_size: int) -> list[float]:
+    """Seconds that each layer takes on a rank whose peer, from whom it needs nothing, comes late."""
+    ids, weights, x, w = torch.full((4, 1), rank), torch.ones(4, 1), torch.ones(4, 8), torch.ones(1, 8, 8)
+    routing = flux.moe.route(ids, weights, 2, ep_size=2)
+    hidden = torch.ones(routing.rows.shape[0], 8)
+    calls = [
+        lambda: flux.moe.ag_scatter_gemm(x, w, routing),
+        lambda: flux.moe.gemm_gather_rs(hidden, w, routing),
+    ]
+    seconds = []
+    for call in calls:
+        call()
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.5)
+        start = time.monotonic()
+        call()
+        seconds.append(time.monotonic() - start)
+    return seconds
+
+
+def test_a_call_ends_only_after_every_peer_has_begun_it() -> None:
+    """Two buffers are enough only because of this, and under expert parallelism it is not for free."""
+    assert min(spawn(nothing_to_receive, 2, backend="gloo")[0]) > 0.3
+
+
+def few_tokens_travel(rank: int, world_size: int) -> list[int]:
+    """Rows of x that this rank has been sent under expert parallelism."""
+    case = MoeCase((64, 64), 8, 8, 8, 1, ep_size=2)
+    routing = flux.moe.route(*case.routing(rank), 8, ep_size=2)
+    tp = replace(case, ep_size=1)
+    everything = flux.moe.route(*tp.routing(rank), 8)
+    return [int(routing.received[1 - rank]), int(everything.received[1 - rank])]
+
+
+def test_under_expert_parallelism_only_needed_tokens_travel() -> None:
+    for needed, all_of_them in spawn(few_tokens_travel, 2, backend="gloo"):
+        assert 0 < needed < 64
+        assert all_of_them == 64

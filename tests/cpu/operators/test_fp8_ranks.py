@@ -1,0 +1,340 @@
+"""Collectives with fp8 operands between CPU processes: exact results, planted defects, bounds, and how torch
+sees the operators. One set of processes per world size runs all scenarios; each test looks at one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
+from effort import some
+from fp8_random import differs
+
+import flux
+from flux.fp8 import scales as fp8
+from flux.ops import ag_gemm as ag
+from flux.ops import gemm_ar as ar
+from flux.ops import gemm_rs as rs
+from flux.ops.norm_and_quant import Quant, rms_norm
+from flux.testing import ScaledCase, scaled_bound
+from flux.testing.scaled_data import exact_product
+
+Tensor = torch.Tensor
+WORLD_SIZES = [1, 2, 3, 4]
+KINDS = ["tensor", "row", "block"]
+OUT = [torch.bfloat16, torch.float16, torch.float32]
+E5M2 = torch.float8_e5m2
+
+
+def arguments(case: ScaledCase, rank: int) -> dict[str, Any]:
+    x, weight, scale_x, scale_w, bias = case.inputs(rank)
+    given = {"x": x, "weight": weight, "bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+    return given | {"out_dtype": case.out_dtype}
+
+
+def of_reference(reference: Callable[..., Any], case: ScaledCase, rank: int) -> Any:
+    x, weight, scale_x, scale_w, bias = case.inputs(rank)
+    return reference(x, weight, bias, None, False, scale_x, scale_w, case.out_dtype, "promoted")
+
+
+class Op:
+    """An operator, its reference, and the exact result of a case on a rank."""
+
+    def __init__(self, call: Any, reference: Any, expected: Callable[[ScaledCase, int], Tensor], sums: bool):
+        self.call, self.reference, self.expected, self.sums = call, reference, expected, sums
+
+    def case(self, p: int, kind: str, out_dtype: torch.dtype, seed: int) -> ScaledCase:
+        rows, n, k = [(3, 40, 100), (65, 300, 390), (130, 130, 256)][seed % 3]
+        x_dtype = E5M2 if seed % 4 == 3 else torch.float8_e4m3fn
+        m = rows * p if self.call is flux.gemm_rs else rows
+        return ScaledCase(m, n, k, p, kind, x_dtype, out_dtype, seed % 2 == 0, self.sums, seed)
+
+    def wrong(self, case: ScaledCase, rank: int) -> str:
+        return differs("result", self.call(**arguments(case, rank)), self.expected(case, rank))
+
+
+def own_rows(case: ScaledCase, rank: int) -> Tensor:
+    rows = case.m // case.world_size
+    return case.total()[rank * rows :][:rows]
+
+
+def sum_reference(*arguments: Any) -> Tensor:
+    return ar.reference(*arguments[:5], None, *arguments[5:])
+
+
+OPS = {
+    "gemm_rs": Op(flux.gemm_rs, rs.reference, own_rows, True),
+    "ag_gemm": Op(flux.ag_gemm, ag.reference, ScaledCase.gathered, False),
+    "gemm_ar": Op(flux.gemm_ar, sum_reference, lambda case, rank: case.total(), True),
+}
+
+
+def cases(op: Op, p: int) -> list[ScaledCase]:
+    return [op.case(p, kind, OUT[seed % 3], seed) for seed in range(3 * some(2)) for kind in KINDS]
+
+
+def exact(rank: int, p: int) -> None:
+    for name, op in OPS.items():
+        for case in cases(op, p):
+            given, expected = arguments(case, rank), op.expected(case, rank)
+            wrong = differs("result", op.call(**given), expected)
+            assert not wrong, (name, case, wrong)
+            assert not differs(name, of_reference(op.reference, case, rank), expected), (name, case)
+            out = torch.full_like(expected, 3)
+            assert op.call(**given, out=out) is out
+            assert torch.equal(out, expected), (name, case)
+
+
+def gathered_rows(rank: int, p: int) -> None:
+    """ag_gemm of several weights, with the gathered rows and their scales; more than two dimensions."""
+    for kind in KINDS:
+        case = ScaledCase(6, 40, 390, p, kind, seed=7)
+        other = ScaledCase(6, 40, 390, p, kind, seed=7, bias=True)
+        x, weight, scale_x, scale_w, bias = other.inputs(rank)
+        scales = {"scale_x": scale_x, "scale_w": [scale_w, scale_w]}
+        (plain, biased), rows, of_rows = flux.ag_gemm(
+            x, [weight, weight], [None, bias], return_gathered=True, **scales
+        )
+        assert not differs("plain", plain, case.gathered(rank))
+        assert not differs("biased", biased, other.gathered(rank))
+        everybody = [case.x(source) for source in range(p)]
+        expected = torch.cat([q.view(torch.uint8) for q, _ in everybody])
+        assert torch.equal(rows.view(torch.uint8), expected)
+        scale = torch.cat([s.expand(6, -1) if kind != "tensor" else s.expand(6, 1) for _, s in everybody])
+        assert torch.equal(of_rows, scale), kind
+        if kind == "block":
+            assert of_rows.stride() == (1, -(-6 * p // 4) * 4)
+        deep = scale_x if kind == "tensor" else scale_x.view(2, 3, -1)
+        result = flux.ag_gemm(x.view(2, 3, -1), weight, scale_x=deep, scale_w=scale_w)
+        assert torch.equal(result.view(6 * p, 40), plain)
+
+
+def added(rank: int, p: int) -> None:
+    """gemm_ar with a residual, in place too, and more than two dimensions."""
+    for kind in KINDS:
+        case = ScaledCase(6, 40, 390, p, kind, sums=True, seed=3)
+        x, weight, scale_x, scale_w, _ = case.inputs(rank)
+        residual, scales = case.residual(), {"scale_x": scale_x, "scale_w": scale_w}
+        expected = (case.total().float() + residual).bfloat16()
+        assert not differs("sum", flux.gemm_ar(x, weight, residual=residual, **scales), expected)
+        deep = scales | {"scale_x": scale_x if kind == "tensor" else scale_x.view(2, 3, -1)}
+        of_deep = flux.gemm_ar(x.view(2, 3, -1), weight, residual=residual.view(2, 3, -1), **deep)
+        assert torch.equal(of_deep.view(6, 40), expected)
+        flux.gemm_ar(x, weight, residual=residual, out=residual, **scales)
+        assert torch.equal(residual, expected)
+
+
+# quant, static scale, ue8m0
+ENDS: list[tuple[Quant, bool, bool]] = [
+    ("tensor", False, False),
+    ("tensor", True, False),
+    ("tensor", False, True),
+    ("token", False, False),
+    ("token", False, True),
+    ("group128", False, False),
+    ("group128", False, True),
+]
+
+
+def quantising_ends(rank: int, p: int) -> None:
+    """The result is bit for bit flux.quantize of the norm that the same call returns, on all ranks."""
+    case = ScaledCase(9, 300, 390, p, "block", sums=True, seed=5)
+    x, weight, scale_x, scale_w, _ = case.inputs(rank)
+    scales = {"scale_x": scale_x, "scale_w": scale_w}
+    total = (case.total().float() + case.residual()).bfloat16()
+    norm_weight = torch.arange(300).remainder(3).add(1).bfloat16()
+    norm = rms_norm(total, norm_weight, 1e-5)
+    for quant, static, ue8m0 in ENDS:
+        scale = torch.tensor([0.03]) if static else None
+        how: dict[str, Any] = {"quant": quant, "quant_scale": scale, "ue8m0": ue8m0, "return_norm": True}
+        how |= {"norm_weight": norm_weight, "eps": 1e-5, "residual": case.residual()}
+        expected = flux.quantize(norm, quant, scale=scale, ue8m0=ue8m0)
+        partial = case.product(rank, rank).bfloat16()
+        wide = flux.gemm_ar(torch.eye(9).bfloat16(), partial, transpose_weight=True, **how)
+        for told in (flux.gemm_ar(x, weight, **scales, **how), flux.all_reduce(partial, **how), wide):
+            q, q_scale, summed, normalised = told
+            assert torch.equal(summed, total) and torch.equal(normalised, norm), quant
+            assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8)), quant
+            assert torch.equal(q_scale, expected[1]) and q_scale.stride() == expected[1].stride(), quant
+        assert len(flux.all_reduce(partial, **how | {"return_norm": False})) == 3
+
+
+def bad_calls(rank: int, p: int) -> None:
+    x, weight, norm = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)
+    call = {"norm_weight": norm, "quant": "tensor"}
+    bad: list[tuple[dict[str, Any], str]] = [
+        (call | {"quant": "block128"}, "quant: expected None or one of tensor, token, group128"),
+        (call | {"quant": "token", "quant_scale": norm[:1]}, "quant_scale: expected None with 'token'"),
+        (call | {"quant_scale": norm}, "quant_scale: expected float32 with one entry"),
+        (call | {"quant_scale": norm[:1], "ue8m0": True}, "ue8m0: expected False"),
+        ({"quant": "tensor"}, "quant: expected None without norm_weight"),
+        ({"norm_weight": norm, "ue8m0": True}, "ue8m0: expected the default without quant"),
+        ({"norm_weight": norm, "return_norm": True}, "return_norm: expected the default without quant"),
+        ({"norm_weight": norm, "quant_scale": norm[:1]}, "quant_scale: expected the default without quant"),
+        (call | {"out": torch.ones(4, 6)}, "out: expected None with norm_weight"),
+    ]
+    for arguments, message in bad:
+        for op, operands in ((flux.gemm_ar, (x, weight)), (flux.all_reduce, (torch.ones(4, 6),))):
+            with pytest.raises(ValueError, match=message):
+                op(*operands, **arguments)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="gemm_ar: quant: expected a string"):
+        flux.gemm_ar(x, weight, norm_weight=norm, quant=3)  # type: ignore[call-overload]
+    case = ScaledCase(4, 24, 260, p, "block", sums=True)
+    q, w, scale_x, scale_w, _ = case.inputs(rank)
+    for op in (flux.gemm_ar, flux.ag_gemm):
+        name = op.__name__
+        for scales, message in (
+            ({"scale_x": scale_x}, "scale_w: expected a tensor"),
+            ({"scale_w": scale_w}, "scale_x: expected a tensor"),
+            ({"scale_x": scale_x, "scale_w": scale_w[:, :1]}, "scale_w: expected shape"),
+            ({"scale_x": scale_x[:2], "scale_w": scale_w}, "scale_x: expected one entry"),
+            ({"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float64}, "out_dtype: expected"),
+            (
+                {"scale_x": scale_x, "scale_w": scale_w, "accumulate": "fast"},
+                "accumulate: expected 'promoted'",
+            ),
+            ({}, "scale_x: expected a tensor, as x is torch.float8_e4m3fn"),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: {message}"):
+                op(q, w, **scales)
+    bias = torch.ones(24)
+    with pytest.raises(ValueError, match=r"residual: expected dtype torch.bfloat16, that of the result"):
+        flux.gemm_ar(q, w, residual=bias.expand(4, 24), scale_x=scale_x, scale_w=scale_w)
+    with pytest.raises(ValueError, match="entries, one for each weight"):
+        flux.ag_gemm(q, [w, w], scale_x=scale_x, scale_w=[scale_w])
+
+
+# What one rank does wrong with its scales.
+DEFECTS: dict[str, Callable[[fp8.Scales], fp8.Scales]] = {
+    "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
+    "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
+    "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
+    "scale_w halved": lambda s: s._replace(w=s.w / 2),
+    "rows swapped": lambda s: s._replace(x=s.x.roll(1, 0)),
+    "columns swapped": lambda s: s._replace(w=s.w.roll(1, 0)),
+    "blocks of x swapped": lambda s: s._replace(x=s.x.roll(1, -1)),
+    "blocks of w swapped": lambda s: s._replace(w=s.w.roll(1, -1)),
+}
+
+
+def defects(rank: int, p: int) -> None:
+    """Wrong scales on the last rank are seen by some rank, in every kind."""
+    whole = fp8.Scales.canonical
+    seen = {(name, defect, kind): 0 for name in OPS for defect in DEFECTS for kind in KINDS}
+    for name, defect in product(OPS, DEFECTS):
+        if "swapped" in defect:
+            del seen[name, defect, "tensor"]  # it has one scale
+    for name, kind, seed in product(OPS, KINDS, (0, 1, 2, 4, 5)):
+        case = OPS[name].case(p, kind, torch.float32, seed)
+        given, expected = arguments(case, rank), OPS[name].expected(case, rank)  # take longer than the calls
+        for defect, change in DEFECTS.items():
+            if (name, defect, kind) not in seen:
+                continue
+
+            def planted(self: fp8.Scales, *rest: Any, change: Any = change) -> fp8.Scales:
+                made = whole(self, *rest)
+                return change(made) if rank == p - 1 else made
+
+            with mock.patch.object(fp8.Scales, "canonical", planted):
+                seen[name, defect, kind] += bool(differs("result", OPS[name].call(**given), expected))
+    found = torch.tensor([*seen.values()])
+    dist.all_reduce(found)
+    assert (found > 0).all(), dict(zip(seen, found.tolist(), strict=True))
+
+
+def random_data(rank: int, p: int) -> None:
+    """Within the bound of an fp64 product of what the operands stand for."""
+    m, n, k = 32 * p, 130, 300
+    torch.manual_seed(rank)
+    x, weight = torch.randn(m, k), torch.randn(n, k)
+    for rows, columns in (("tensor", "token"), ("group128", "block128")):
+        (q, scale_x), (w, scale_w) = flux.quantize(x, rows), flux.quantize(weight, columns)  # type: ignore[arg-type]
+        scales = {"scale_x": scale_x, "scale_w": scale_w}
+        total = exact_product(q, scale_x, w, scale_w)
+        bound = scaled_bound(q, scale_x, w, scale_w, total, torch.bfloat16)
+        whole, of_whole = total.clone(), bound.clone()
+        for tensor in (whole, of_whole):
+            dist.all_reduce(tensor)
+        of_whole += 2.0**-8 * whole.abs()
+        mine = slice(rank * m // p, (rank + 1) * m // p)
+        found = [
+            (flux.gemm_rs(q, w, **scales), flux.gemm_rs(q, w, **scales), whole[mine], of_whole[mine]),
+            (flux.gemm_ar(q, w, **scales), flux.gemm_ar(q, w, **scales), whole, of_whole),
+        ]
+        gathered = flux.ag_gemm(q, w, **scales)
+        found.append((gathered[rank * m :][:m], flux.ag_gemm(q, w, **scales)[rank * m :][:m], total, bound))
+        for result, again, exact, most in found:
+            assert torch.equal(result, again), "not repeatable"
+            assert ((result.double() - exact).abs() <= most).all()
+
+
+@asked_of_one_and_of_several
+def torch_sees(rank: int, p: int) -> None:
+    name = dist.group.WORLD.group_name
+    ops = torch.ops.flux
+    for kind in KINDS:
+        case = ScaledCase(4 * p, 24, 260, p, kind, sums=True)
+        x, weight, scale_x, scale_w, _ = case.inputs(rank)
+        how = (scale_x, scale_w, torch.float16, "promoted")
+        of_list = (scale_x, [scale_w], torch.float16, "promoted")
+        out, whole = torch.zeros(4, 24, dtype=torch.float16), torch.zeros(4 * p, 24, dtype=torch.float16)
+        ag_call, norm = (x, [weight], [], False, True, name), torch.ones(24, dtype=torch.float16)
+        quant = ("group128", None, False, True)
+        opcheck(ops.gemm_rs.default, (x, weight, None, False, name, *how))
+        opcheck(ops.gemm_rs_out.default, (x, weight, None, False, name, out, *how))
+        opcheck(ops.ag_gemm.default, (*ag_call, *of_list))
+        opcheck(ops.gemm_ar.default, (x, weight, None, False, None, name, *how))
+        opcheck(ops.gemm_ar_out.default, (x, weight, None, False, None, name, whole, *how))
+        opcheck(ops.gemm_ar_norm.default, (x, weight, None, False, None, norm, 1e-6, name, *how))
+        opcheck(ops.gemm_ar_quant.default, (x, weight, None, False, whole, norm, 1e-6, name, *quant, *how))
+        opcheck(ops.all_reduce_quant.default, (whole, None, norm, 1e-6, name, *quant))
+
+        def layer(x: Tensor, scale_x: Tensor, weight: Tensor = weight, scale_w: Tensor = scale_w) -> Tensor:
+            scales = {"scale_x": scale_x, "scale_w": scale_w}
+            rows = flux.gemm_rs(x, weight, **scales).relu()
+            norm_weight = torch.ones(24, dtype=torch.bfloat16)
+            q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="token", **scales)
+            everybody = flux.ag_gemm(x, weight, **scales)
+            return rows.sum() + q.float() * q_scale + total + everybody[: len(total)]
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, scale_x), layer(x, scale_x))
+
+
+def disagreements(rank: int, p: int) -> None:
+    """Another kind of scales, result or accumulation on one rank is an error on all."""
+    if p == 1:
+        return
+    for name, op in OPS.items():
+        case = op.case(p, "row", torch.bfloat16, 1)
+        block = op.case(p, "block", torch.bfloat16, 1)
+        good = arguments(case, rank)
+        others = [arguments(block, rank), good | {"out_dtype": torch.float16}, good | {"accumulate": "fast"}]
+        for other in others:
+            with pytest.raises(ValueError, match=f"{name}: expected the same call on all ranks .* scaling="):
+                op.call(**(other if rank == p - 1 else good))
+            assert not op.wrong(case, rank)
+
+
+SCENARIOS = by_name(
+    exact, gathered_rows, added, quantising_ends, bad_calls, defects, random_data, torch_sees, disagreements
+)
+
+
+def run(rank: int, p: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, p)
+
+
+answers = Answers(run, timeout_s=400)
+
+
+@pytest.mark.parametrize(("world_size", "scenario"), questions(WORLD_SIZES, SCENARIOS))
+def test_fp8_between_ranks(world_size: int, scenario: str) -> None:
+    told = answers.of(world_size, scenario)
+    assert told == [""] * world_size, "\n".join(told)
