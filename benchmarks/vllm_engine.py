@@ -30,7 +30,7 @@ from vllm_models import Model, write_tokenizer
 
 # The name of a run (vllm_throughput.py).
 RUN = re.compile(
-    r"(stock|flux(-from(?P<first>[1-9]\d*))?(-seq(?P<sequence>[1-9]\d*))?(-fp8gemm(?P<fp8_gemm>[1-9]\d*))?)"
+    r"(stock|flux(-from(?P<first>[1-9]\d*))?(-seq(?P<sequence>[1-9]\d*))?)"
     r"(-nccl)?(-unfused)?-(graph|eager)"
 )
 LOG_LINES = 40
@@ -146,7 +146,7 @@ class Settings:
         with_flux = run.startswith("flux")
         named = RUN.fullmatch(run)
         own: dict[str, str | None] = named.groupdict() if named else {}
-        first, sequence, fp8_gemm = (own.get(name) for name in ("first", "sequence", "fp8_gemm"))
+        first, sequence = (own.get(name) for name in ("first", "sequence"))
         first = first or ("auto" if self.min_tokens is None else str(self.min_tokens))
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
@@ -158,7 +158,6 @@ class Settings:
             "FLUX_VLLM": "auto" if with_flux else "off",
             "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
             "FLUX_VLLM_MIN_TOKENS": first,
-            "FLUX_VLLM_FP8_GEMM": fp8_gemm or "off",
             **({"FLUX_VLLM_SEQUENCE": sequence} if sequence else {}),
             **(API_SERVER if self.api_server else {}),
             # Compiling takes ranks different times.

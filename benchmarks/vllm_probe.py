@@ -26,7 +26,7 @@ class Probe:
     """Becomes a base class of vLLM's workers (worker_extension_cls)."""
 
     def probe_state(self) -> dict[str, Any]:
-        """Of this rank, since it started: flux's calls for linear layers, experts and products, how many of
+        """Of this rank, since it started: flux's calls for linear layers and experts, how many of
         these were made while a CUDA graph was captured, and through what tiles went; vLLM's all-reduce
         backends, row-parallel layers and layers of experts; a sum over weights.
         """
@@ -39,7 +39,7 @@ class Probe:
         model: Any = self.model_runner.model  # type: ignore[attr-defined]
         kinds = [type(module).__name__ for module in model.modules()]
         return {
-            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "products", "captured")},
+            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "captured")},
             "flux_through": [w.transport for w in registry.existing(group.device_group) if w.why_not is None],
             "backends": [n for n, b in found.items() if b is not None and not getattr(b, "disabled", False)],
             "row_parallel": dict(Counter(kind for kind in kinds if "RowParallel" in kind)),
@@ -111,7 +111,6 @@ def prepare_worker() -> None:
     flux.gemm_ar = _counted("linear", flux.gemm_ar)
     flux.gemm_rs = _counted("linear", flux.gemm_rs)
     pair.scatter_norm_gather = _counted("linear", pair.scatter_norm_gather)
-    flux.gemm = _counted("products", flux.gemm)
     flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
 
 

@@ -9,7 +9,6 @@ weights. A run is a vLLM engine of its own, named by what it has:
     (stock|flux)    without or with flux
     [-from<N>]      of flux only: FLUX_VLLM_MIN_TOKENS=N
     [-seq<N>]       of flux only: FLUX_VLLM_SEQUENCE=N
-    [-fp8gemm<N>]   of flux only, with --fp8: FLUX_VLLM_FP8_GEMM=N
     [-nccl]         without vLLM's custom all-reduce
     [-unfused]      without its fusion of the all-reduce with RMSNorm, which flux leaves alone by default
     -(graph|eager)  compiled and in CUDA graphs, or neither
@@ -324,7 +323,7 @@ def print_tables(record: dict[str, Any]) -> None:
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
         if not RUN.fullmatch(name):
-            expected = "(stock|flux[-from<N>][-seq<N>][-fp8gemm<N>])[-nccl][-unfused]-(graph|eager)"
+            expected = "(stock|flux[-from<N>][-seq<N>])[-nccl][-unfused]-(graph|eager)"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
         return name
 
@@ -388,8 +387,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs: a run twice")
-    if not options.fp8 and any("-fp8gemm" in run for run in options.runs):
-        parser.error("--runs: -fp8gemm is for --fp8")
     if not all(0 < size < POSITIONS for size in options.prompts):
         parser.error(f"--prompts: at most {POSITIONS - 1} tokens, and one at least")
     if options.api_server and (options.decode or options.prompts or options.profile):

@@ -54,15 +54,6 @@ def _positive_auto_or_off(text: str) -> int | None:
         raise ValueError("must be auto, off or a positive number") from None
 
 
-def _positive_or_off(text: str) -> int:
-    if text.strip().lower() == "off":
-        return 0
-    try:
-        return _positive(text)
-    except ValueError:
-        raise ValueError("must be off or a positive number") from None
-
-
 def _existing_file(text: str) -> str:
     if text and not os.path.isfile(text):
         raise ValueError("must be a file")
@@ -210,14 +201,6 @@ VARIABLES: tuple[Variable, ...] = (
         "(all are vLLM's).",
         "run",
         _one_of("auto", "off"),
-    ),
-    Variable(
-        "FLUX_VLLM_FP8_GEMM",
-        "off",
-        "Largest batch, in tokens, whose fp8 GEMMs in linear layers of vLLM are flux.gemm: off (all are "
-        "vLLM's), or a number.",
-        "run",
-        _positive_or_off,
     ),
     Variable(
         "FLUX_SGLANG_ALL_REDUCE",

@@ -84,7 +84,6 @@ _FEW = {"with norm": SUMS}
 # The last sum feeds the head.
 _SEQUENCE = {"to own rows": SUMS, "from own rows": SUMS - 1}
 _VLLMS = {"FLUX_VLLM_MOE": "off"}
-_GEMMS = {"FLUX_VLLM_FP8_GEMM": "32"}
 _TOLD_RANGES = (
     f"Sequence parallel from {SEQUENCE_FROM} tokens on",
     f"Compiled for 1 to 16 tokens: vLLM {SUMS};",
@@ -119,10 +118,8 @@ RUNS = (
         "eager",
         "llama",
         "eager",
-        {"plain": SUMS},
-        _SEQUENCE,
-        told=(f"from {FROM} tokens on (FLUX_VLLM_MIN", _TOLD_RANGES[0]),
-        changes=("call_linear",),
+        **_both(plain=SUMS),
+        told=(f"from {FROM} tokens on (FLUX_VLLM_MIN",),
     ),
     Run("one graph", "llama", "traced", **_both(plain=SUMS)),
     Run("ranges", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
@@ -191,44 +188,12 @@ RUNS = (
         _MANY_EXPERTS,
         told=("2 MoE fp8 layers from 17 tokens on", "sequence parallel"),
     ),
-    # Two column-parallel layers for each sum; in smaller batches row-parallel ones, too.
-    Run(
-        "fp8 gemms",
-        "fp8_block",
-        "ranges",
-        {**_FEW_FP8, "gemms": SUMS},
-        _SEQUENCE,
-        (
-            f"{2 * SUMS} linear fp8 layers with flux.gemm up to 32 tokens",
-            f"1 to 16 tokens: vLLM {SUMS}, flux {2 * SUMS} fp8 products;",
-            f"17 to 32 tokens: flux {SUMS} linear layers, {SUMS} with norm, "
-            f"quantised behind {SUMS - 1} norms, flux {SUMS} fp8 products;",
-            f"33 to 512 tokens: flux {SUMS} linear layers sequence parallel",
-        ),
-        settings=_GEMMS,
-        later={"gemms": 2 * SUMS},
-    ),
-    Run(
-        "fp8 eager",
-        "fp8_channel",
-        "eager",
-        {"plain": SUMS, "gemms": SUMS},
-        {"to own rows": SUMS},
-        settings=_GEMMS,
-        later={"gemms": 2 * SUMS},
-    ),
+    Run("fp8 eager", "fp8_channel", "eager", **_both(plain=SUMS)),
     # vLLM does not compile on CPUs with LoRA.
     Run(
         "LoRA", "adapter", "eager", {}, {}, told=(f"not used. {SUMS} row-parallel linear layers: LoRA is on",)
     ),
-    Run(
-        "experts eager",
-        "qwen3_moe",
-        "eager",
-        {"plain": ATTENTION, "experts": MOE},
-        _MANY_EXPERTS,
-        changes=("call_linear",),
-    ),
+    Run("experts eager", "qwen3_moe", "eager", **_both(plain=ATTENTION, experts=MOE)),
     Run("experts graph", "qwen3_moe", "traced", **_both(plain=ATTENTION, experts=MOE)),
     Run(
         "experts ranges",
@@ -256,22 +221,8 @@ RUNS = (
         told=_MOE_RANGES,
         ranks=4,
     ),
-    # The operator that linear layers of vLLM call on CPUs gets all rows.
-    Run(
-        "mixtral eager",
-        "mixtral",
-        "eager",
-        {"plain": ATTENTION},
-        {"to own rows": ATTENTION},
-        settings=_VLLMS,
-    ),
-    Run(
-        "shared experts",
-        "qwen2_moe",
-        "eager",
-        {"plain": ATTENTION, "experts": MOE},
-        {"to own rows": ATTENTION, "experts": MOE},
-    ),
+    Run("mixtral eager", "mixtral", "eager", **_both(plain=ATTENTION), settings=_VLLMS),
+    Run("shared experts", "qwen2_moe", "eager", **_both(plain=ATTENTION, experts=MOE)),
     Run(
         "shared experts ranges",
         "qwen2_moe",
@@ -288,8 +239,7 @@ RUNS = (
         "expert parallel",
         "qwen3_moe",
         "eager",
-        {"plain": ATTENTION, "experts": MOE},
-        {"to own rows": ATTENTION, "experts": MOE},
+        **_both(plain=ATTENTION, experts=MOE),
         told=("2 MoE, own part, layers from 1 token on",),
         settings={"FLUX_VLLM_MIN_TOKENS": "1"},
         later={"plain": ATTENTION, "experts": MOE},
@@ -429,7 +379,7 @@ def _calls(first: dict[str, int], later: dict[str, int]) -> dict[str, Any]:
     return {kind: first.get(kind, 0) + (NEW_TOKENS - 1) * later.get(kind, 0) for kind in KINDS}
 
 
-@pytest.mark.parametrize("part", ["layers", "sequence", "eager", "fp8", "MoE", "worker"])
+@pytest.mark.parametrize("part", ["layers", "sequence", "fp8", "MoE", "worker"])
 def test_it_has_what_flux_uses(part: str) -> None:
     assert uses.missing(part) is None
 

@@ -20,7 +20,6 @@ KINDS = (
     "to own rows",
     "from own rows",
     "products",
-    "gemms",
 )
 _calls: Counter[str] = Counter()
 _counted_already: list[bool] = []
@@ -67,7 +66,6 @@ class FluxCalls:
             return serving(*args, **kwargs)
 
         gemm.serving = counted_product
-        flux.gemm = _counted(flux.gemm, "gemms")
         flux.moe.gemm_gather_rs = _counted(flux.moe.gemm_gather_rs, "experts")
         flux.gemm_rs = _counted(flux.gemm_rs, "to own rows")
         flux.ag_gemm = _counted(flux.ag_gemm, "from own rows")

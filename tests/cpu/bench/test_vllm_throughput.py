@@ -343,33 +343,30 @@ def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
 def test_a_run_may_have_settings_of_its_own(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "8")  # that of the shell counts for nothing
     monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
     settings = benchmark.Settings(benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, True)
-    names = ("MIN_TOKENS", "SEQUENCE", "FP8_GEMM")
+    names = ("MIN_TOKENS", "SEQUENCE")
     found = {
         run: [settings.environment(run).get(f"FLUX_VLLM_{name}") for name in names]
         for run in (
             "stock-graph",
             "flux-graph",
-            "flux-fp8gemm64-graph",
-            "flux-from256-fp8gemm64-unfused-graph",
+            "flux-from256-unfused-graph",
             "flux-seq1024-graph",
-            "flux-from8-seq1024-fp8gemm64-graph",
+            "flux-from8-seq1024-graph",
         )
     }
     assert list(found.values()) == [
-        ["auto", None, "off"],
-        ["auto", None, "off"],
-        ["auto", None, "64"],
-        ["256", None, "64"],
-        ["auto", "1024", "off"],
-        ["8", "1024", "64"],
+        ["auto", None],
+        ["auto", None],
+        ["256", None],
+        ["auto", "1024"],
+        ["8", "1024"],
     ]
     assert benchmark.options_of(["--fp8", "--runs", *found]).runs == list(found)
-    for wrong in (["flux-fp8gemm64-graph"], ["--fp8", "stock-fp8gemm64-graph"], ["--fp8", "flux-from-graph"]):
+    for wrong in ("stock-from256-graph", "flux-from-graph"):
         with pytest.raises(SystemExit):
-            benchmark.options_of([*wrong[:-1], "--runs", wrong[-1]])
+            benchmark.options_of(["--runs", wrong])
     settings = replace(settings, min_tokens=1)
     assert settings.environment("flux-graph")["FLUX_VLLM_MIN_TOKENS"] == "1"
 

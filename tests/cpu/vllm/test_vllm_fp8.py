@@ -21,9 +21,8 @@ from vllm_stand_in import define_all_reduce, define_norm, exact_norm
 
 import flux
 from flux.fp8.scales import Scaling
-from flux.integrations.vllm import eager, rows, sequence
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm.gemms import settle_gemms
+from flux.integrations.vllm import rows, sequence
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
@@ -420,10 +419,13 @@ def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
     assert torch.equal(linear_all_reduce(*arguments), expected + w["bias0"])
     # Own rows of a number that the ranks do not divide, with a scale for each.
     q, scale = torch.ones(5, N).to(E4M3), torch.tensor([[1.0], [2.0], [0.5], [4.0], [8.0]])
-    own = eager.linear_own(q, w["o0"], w["bias0"], group, scale, w["o_scale0"], out_dtype=FP32)
+    residual = torch.arange(5.0)[:, None].expand(5, N).contiguous()
+    where = (1, group, "tp:0", residual, True, 1)
+    own = rows.linear_scatter(q, w["o0"], w["bias0"], *where, scale, w["o_scale0"])
     whole = product(q, scale, w["o0"], w["o_scale0"])
     dist.all_reduce(whole)
-    assert own.own().shape == (3, N) and torch.equal(own.whole(), whole + w["bias0"])
+    mine = (whole + w["bias0"] + residual)[3 * rank :][:3]
+    assert torch.equal(own[: len(mine)], mine)
     mark = (expected, expected, w["o0"], None, w["o_scale0"], "tensor", scale, False)
     # The check of schemas multiplies inputs, which torch cannot with fp8.
     for operator, given in ((ours.linear_all_reduce.default, arguments), (ours.scaled_linear.default, mark)):
@@ -434,47 +436,3 @@ def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
 
 def test_operators() -> None:
     assert spawn(without_a_product, 2, backend="gloo") == [[]] * 2
-
-
-UP_TO = 4
-
-
-def both_products(x: torch.Tensor, w: dict[str, torch.Tensor], quant: str) -> Any:
-    """A layer with flux.gemm in front of vLLM's kernel, as it is traced."""
-    layer = w["o0"], w["bias0"], *quantised(x, w, quant)[1:], w["o_scale0"], FP32, UP_TO
-    stock = product(*quantised(x, w, quant), w["o0"], w["o_scale0"], w["bias0"])
-    return ours.scaled_gemm.default(quantised(x, w, quant)[0], *layer, stock)
-
-
-@pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize(("end", "served"), [(UP_TO, 1), (UP_TO - 1, 1), (UP_TO + 1, 0)])
-def test_a_range_has_one_of_both_products(quant: str, end: int, served: int) -> None:
-    w = weights(0, quant)
-    x = torch.randint(-3, 4, (UP_TO, N)).float()
-    module = make_fx(lambda x, w: both_products(x, w, quant), tracing_mode="fake")(x, w)
-    assert settle_gemms(module.graph, end) == served
-    module.graph.lint()
-    calls = [
-        call.target for call in module.graph.find_nodes(op="call_function", target=ours.scaled_gemm.default)
-    ]
-    assert len(calls) == served and (names(module.graph).get("addmm", 0) == 0) == bool(served)
-    module.recompile()
-    expected = product(*quantised(x, w, quant), w["o0"], w["o_scale0"], w["bias0"])
-    with mock.patch.object(flux, "gemm", wraps=flux.gemm) as gemm:
-        assert torch.equal(module(x, w), expected)
-    assert gemm.call_count == served
-
-
-def test_where_batches_are_not_known_the_operator_decides() -> None:
-    w = weights(0, "group128")
-    for m in (UP_TO, UP_TO + 1):
-        x = torch.randint(-3, 4, (m, N)).float()
-        q, scale = quantised(x, w, "group128")
-        stock = torch.full((m, N), 3.0)
-        call = (q, w["o0"], w["bias0"], scale, w["o_scale0"], FP32, UP_TO, stock)
-        result = ours.scaled_gemm.default(*call)
-        expected = product(q, scale, w["o0"], w["o_scale0"], w["bias0"]) if m == UP_TO else stock
-        assert torch.equal(result, expected)
-        torch.library.opcheck(
-            ours.scaled_gemm.default, call, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
-        )

@@ -20,7 +20,7 @@ from flux.integrations import vllm as plugin
 from flux.integrations.vllm import expert_rows
 from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.sequence import NEVER
-from flux.plan import choose as plan
+from flux.ops import explain
 
 vllm = stand_in.vllm
 Modules = dict[str, types.ModuleType]
@@ -242,7 +242,7 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     elif case == "sequence parallelism":
         configure(with_moe, enable_sp=True)
     else:
-        monkeypatch.setattr(plan, "why_unfused", lambda *problem, **how: "there is no kernel")
+        monkeypatch.setattr(explain, "why_unfused", lambda *problem, **how: "there is no kernel")
     plugin.register()
     assert not build()._flux_may_sum and not reports.report.served
 

@@ -25,7 +25,7 @@ from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import op, thresholds, trial
 from flux.integrations.vllm import report as reports
-from flux.plan import choose as plan
+from flux.ops import explain
 from flux.testing import spawn
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
@@ -150,7 +150,6 @@ def test_why_flux_is_not_used(
         ("FLUX_VLLM_MIN_TOKENS", "0", "auto or a positive number"),
         ("FLUX_VLLM_TUNING", "/no/such", "a file"),
         ("FLUX_VLLM_SEQUENCE", "-1", "auto, off or a positive number"),
-        ("FLUX_VLLM_FP8_GEMM", "auto", "off or a positive number"),
         ("FLUX_VLLM_MOE", "on", "auto, off"),
     ],
 )
@@ -447,7 +446,7 @@ def test_where_flux_would_run_unfused(
     vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU of another kind, or a build without kernels: the model stays vLLM's."""
-    monkeypatch.setattr(plan, "why_unfused", lambda *problem, **how: f"no kernel for {problem[2:5]}")
+    monkeypatch.setattr(explain, "why_unfused", lambda *problem, **how: f"no kernel for {problem[2:5]}")
     plugin.register()
     assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
     ((_, reason),) = reports.report.refused

@@ -20,11 +20,10 @@ from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import (
     expert_rows,
-    gemms,  # noqa: F401  (defines operators, which can be done only once)
-    op,  # noqa: F401  (as well)
+    op,  # noqa: F401  (defines operators, which can be done only once)
 )
 from flux.integrations.vllm import report as reports
-from flux.plan import choose as plan
+from flux.ops import explain
 
 
 class Linear(torch.nn.Module):
@@ -181,15 +180,6 @@ def stand_in() -> dict[str, types.ModuleType]:
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"op_registry_oot": {}},
         "vllm.model_executor.layers": {},
-        "vllm.model_executor.layers.layernorm": {
-            "RMSNorm": _names(
-                weight=None,
-                has_weight=True,
-                variance_epsilon=1e-5,
-                variance_size_override=None,
-                forward=_nothing,
-            )
-        },
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
             "UnquantizedLinearMethod": _names(),
@@ -278,7 +268,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         "FLUX_VLLM_MIN_TOKENS",
         "FLUX_VLLM_TUNING",
         "FLUX_VLLM_SEQUENCE",
-        "FLUX_VLLM_FP8_GEMM",
         "FLUX_BATCH_INVARIANT",
     ):
         monkeypatch.delenv(name, raising=False)
@@ -286,7 +275,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
     monkeypatch.setattr(_invariance, "_mode", None)
-    monkeypatch.setattr(plan, "why_unfused", lambda *problem, **scaling: None)
+    monkeypatch.setattr(explain, "why_unfused", lambda *problem, **scaling: None)
     monkeypatch.setattr(reports, "report", reports.Report())
     ours = ("layer", "compiled", "fp8", "moe", "worker")
     names = [f"flux.integrations.vllm.{name}" for name in ours]

@@ -24,7 +24,6 @@ import flux
 from flux import _invariance
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import uses
-from flux.integrations.vllm.gemms import settle_gemms
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -96,7 +95,6 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
-        counts["gemms"] += settle_gemms(graph, 0 if _invariance.active() else end)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
         if end <= SERVED_TOKENS and not _invariance.active():
@@ -111,7 +109,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, join_pairs)
-        steps = (*ours, settle_gemms, fuse_quantisation, drop_marks, serve_products)
+        steps = (*ours, fuse_quantisation, drop_marks, serve_products)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -129,7 +127,6 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
         (sums, counts["sums"]),
         (f"{counts['products']} products behind them, {counts['gated']} with SwiGLU", counts["products"]),
         (f"quantised behind {counts['quantised']} norms", counts["quantised"]),
-        (f"flux {counts['gemms']} fp8 products", counts["gemms"]),
     )
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
 

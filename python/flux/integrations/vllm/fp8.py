@@ -129,28 +129,26 @@ def loaded(layer: Any, found: Fp8) -> Fp8 | str:
     return replace(found, scale_name=name, is_transposed=is_transposed)
 
 
-def install(mark: Any, put_before: Any) -> None:
+def install(mark: Any) -> None:
     """Lets flux look at fp8 layers when their weights are loaded, and mark those that are column-parallel;
     once.
 
     Args:
         mark: whether a layer and what it computes may be marked.
-        put_before: puts flux.gemm in front of the kernel of a layer, if that is to be (gemms.py).
     """
     if _installed:
         return
     _installed.append("Fp8LinearMethod")
     for method in _METHODS:
-        _watch(method, mark, put_before)
+        _watch(method, mark)
 
 
-def _watch(method: Any, mark: Any, put_before: Any) -> None:
+def _watch(method: Any, mark: Any) -> None:
     process, apply = method.process_weights_after_loading, method.apply
 
     @functools.wraps(process)
     def process_and_look(self: Any, layer: Any) -> None:
         process(self, layer)
-        put_before(layer)
         if hasattr(layer, "flux_take_fp8"):
             layer.flux_take_fp8()
         elif isinstance(layer, ColumnParallelLinear) and isinstance(found := of_layer(layer), Fp8):

@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 
 from flux import _invariance
 from flux.fp8.scales import Scaling
-from flux.integrations.vllm import compiled, eager, gemms, uses
+from flux.integrations.vllm import compiled, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.report import NEVER, report, setting
+from flux.integrations.vllm.report import NEVER, report
 from flux.integrations.vllm.thresholds import (
     ALIGNMENT,
     few_over_fusion,
@@ -58,7 +58,6 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _serve_sums(self)
-        _serve_gemms(self)
         self._flux_fp8: Any = None
         why_not = _why_not(self)
         self._flux_serves = why_not is None
@@ -72,10 +71,6 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         report.served[self._flux_told] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
-        self._flux_rows_from = sequence if _sequence_without_compiler(config) else None
-        if self._flux_rows_from is not None:
-            eager.install()
-            report.sequence = f"Sequence parallel from {self._flux_rows_from} tokens on"
         if current_platform.is_cpu():
             # With this flag, newer versions of vLLM do not repack the weight.
             self._cpu_skip_gemm_dispatch = True
@@ -108,34 +103,27 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
-        rows_from, groups = self._flux_rows_from, self._flux_groups
-        own = rows_from is not None and input_.dim() == 2 and len(input_) >= rows_from
-        if self._flux_fp8 is not None:
-            output = self._fp8_forward(input_, bias, own)
-            if output is None:
-                return super().forward(input_)
-        elif own:
-            output = eager.linear_own(input_, self.weight, bias, groups[0])
-        else:
-            output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *groups)
+        output: torch.Tensor | None
+        if self._flux_fp8 is None:
+            output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
+        elif (output := self._fp8_forward(input_, bias)) is None:
+            return super().forward(input_)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
 
-    def _fp8_forward(self, x: Any, bias: torch.Tensor | None, own: bool) -> torch.Tensor | None:
-        """The sum over ranks, or own rows of it, of a layer with fp8 weights; None: vLLM computes it."""
-        fp8, compiling, groups = self._flux_fp8, torch.compiler.is_compiling(), self._flux_groups
+    def _fp8_forward(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum over ranks of a layer with fp8 weights; None: vLLM computes it."""
+        fp8, compiling = self._flux_fp8, torch.compiler.is_compiling()
         data = x if isinstance(x, torch.Tensor) else x.data
-        if data.dim() != 2 or not (compiling or own or len(data) >= self._flux_from):
+        if data.dim() != 2 or not (compiling or len(data) >= self._flux_from):
             return None
         q, scale = fp8.quantised(self, x)
         weight, scale_w = fp8.operands(self)
-        if own:
-            return eager.linear_own(q, weight, bias, groups[0], scale, scale_w, out_dtype=fp8.out_dtype)
         # vLLM adds the bias on one rank.
         product = self.quant_method.apply(self, x, None if self.tp_rank else bias) if compiling else None
         how = (scale, scale_w, fp8.out_dtype, product)
-        return linear_all_reduce(q, weight, bias, self._flux_from, *groups, *how)
+        return linear_all_reduce(q, weight, bias, self._flux_from, *self._flux_groups, *how)
 
     def flux_take_fp8(self) -> None:
         """Looks at the weights of an fp8 layer, which are loaded now."""
@@ -217,53 +205,10 @@ def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
     found = fp8.of_layer(layer)
     yield str(found), isinstance(found, str)
     layer._flux_fp8 = found
-    fp8.install(_may_mark, _put_gemm_before)
+    fp8.install(_may_mark)
     # Without the pass, vLLM's products would be computed, too.
     yield "FLUX_VLLM is layer, and weights are fp8", settings.mode == "layer"
     yield "flux's fp8 layers are not batch invariant", bool(envs.VLLM_BATCH_INVARIANT)
-
-
-def _serve_gemms(layer: Any) -> None:
-    """Lets flux look at all layers with fp8 weights, if it is to multiply small batches of them."""
-    is_fp8 = type(layer.quant_method).__name__ in _FP8_METHODS
-    if not is_fp8 or not setting("FLUX_VLLM_FP8_GEMM") or uses.missing("fp8") is not None:
-        return
-    from flux.integrations.vllm import fp8
-
-    fp8.install(_may_mark, _put_gemm_before)
-    if settings.mode != "layer":
-        compiled.install()
-        compiled.split_range(get_current_vllm_config_or_none(), setting("FLUX_VLLM_FP8_GEMM") + 1)
-
-
-def _put_gemm_before(layer: Any) -> None:
-    """Puts flux.gemm in front of vLLM's kernel of a layer with fp8 weights, if asked for and possible."""
-    up_to = setting("FLUX_VLLM_FP8_GEMM")
-    if not up_to:
-        return
-    from flux.integrations.vllm import fp8
-
-    found = fp8.of_layer(layer)
-    found = found if isinstance(found, str) else fp8.loaded(layer, found)
-    why_not = found if isinstance(found, str) else first_that_applies(_reasons_against_gemms(found))
-    if why_not is not None:
-        report.refused["linear fp8", f"not flux.gemm, because {why_not}"] += 1
-        return
-    config = get_current_vllm_config_or_none()
-    is_compiled = config is not None and config.compilation_config.mode == CompilationMode.VLLM_COMPILE
-    gemms.put_before(found, up_to, compiled.is_installed() and is_compiled)
-    report.gemms["linear fp8", up_to] += 1
-
-
-def _reasons_against_gemms(found: Any) -> Iterator[tuple[str, bool]]:
-    config, (n, k) = get_current_vllm_config_or_none(), found.shape
-    yield from common_reasons(config, found.out_dtype).items()
-    yield "VLLM_BATCH_INVARIANT is set", bool(envs.VLLM_BATCH_INVARIANT)
-    yield "its kernel has no apply_weights", not hasattr(found.kernel, "apply_weights")
-    yield "vLLM is told which GEMM to use", _chosen_gemm(config)
-    if not current_platform.is_cpu():  # whose products are torch's
-        unfused = unfused_reason(n, k, torch.float8_e4m3fn, "gemm", found.scaling)
-        yield f"flux has no kernel: {unfused}", unfused is not None
 
 
 def _may_mark(layer: Any, found: Any) -> bool:
@@ -353,14 +298,6 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
 
 def _is_eager(config: Any) -> bool:
     return config is not None and config.compilation_config.mode == CompilationMode.NONE
-
-
-def _sequence_without_compiler(config: Any) -> bool:
-    """Whether an eager model is sequence parallel: if the user says from where on, because it has not been
-    measured, and if no stage of a pipeline sends tensors that have own rows only.
-    """
-    wanted = bool(setting("FLUX_VLLM_SEQUENCE")) and _is_eager(config)
-    return wanted and config.parallel_config.pipeline_parallel_size == 1 and uses.missing("eager") is None
 
 
 def _chosen_gemm(config: Any) -> bool:

@@ -40,30 +40,24 @@ class Report:
         served: how many layers of a kind flux serves, from how many tokens on, and why from there.
         refused: how many layers of a kind stay vLLM's, by kind and reason.
         ranges: for a range of token counts of the compiled model, what its graphs do.
-        gemms: how many layers of a kind have flux.gemm in front of vLLM's kernel, and up to how many tokens.
         sequence: whether the compiled model is sequence parallel; empty if this was not looked at.
     """
 
     served: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     ranges: dict[tuple[int, int], str] = field(default_factory=dict)
-    gemms: Counter[tuple[str, int]] = field(default_factory=Counter)
     sequence: str = ""
 
     def line(self) -> str:
         """The line for vLLM's log."""
         refused = "; ".join(f"{_layers(n, kind)}: {why}" for (kind, why), n in self.refused.items())
         found = +self.served  # layers that were served before their weights were loaded count no more
-        gemms = [
-            f"{_layers(n, kind)} with flux.gemm up to {tokens} tokens"
-            for (kind, tokens), n in self.gemms.items()
-        ]
-        if not found and not gemms and not any("flux" in what for what in self.ranges.values()):
+        if not found and not any("flux" in what for what in self.ranges.values()):
             return f"not used. {refused or 'The model has no layers that flux knows'}"
         served = (
             f"{_layers(n, kind)} {where_from(tokens)} ({why})" for (kind, tokens, why), n in found.items()
         )
-        told = ["; ".join([*served, *gemms]) or "no layers, but sums with norm"]
+        told = ["; ".join(served) or "no layers, but sums with norm"]
         ranges = "; ".join(
             f"{start} to {end} tokens: {what}" for (start, end), what in sorted(self.ranges.items())
         )

@@ -60,33 +60,15 @@ def linear_scatter(
         return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group, *of_fp8) + residual
     total = torch.empty_like(residual)
     own = total[: share_of(x, group_name)]
-    linear_of_own_rows(x, weight, bias, group_name, scale_x, scale_w, out=own)
-    own += own_rows(residual, whole, group_name)
-    return total
-
-
-def linear_of_own_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group_name: str,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Sum over ranks of x · weightᵀ, plus bias: own rows, with those that pad the last ranks'. Arguments as
-    of linear_scatter.
-    """
-    if scale_x is None:
-        scaling: dict[str, Any] = {}
-    else:
+    scaling: dict[str, Any] = {}
+    if scale_x is not None:
         scale_x = scale_x if scale_x.numel() == 1 else for_all_ranks(scale_x, group_name)
-        out_dtype = out_dtype if out is None else out.dtype
-        scaling = {"scale_x": scale_x, "scale_w": plain_if_any(scale_w), "out_dtype": out_dtype}
+        scaling = {"scale_x": scale_x, "scale_w": plain_if_any(scale_w), "out_dtype": own.dtype}
     weight, bias = plain(weight), plain_if_any(bias)
     with torch.no_grad():
-        return flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=out, **scaling)
+        flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=own, **scaling)
+    own += own_rows(residual, whole, group_name)
+    return total
 
 
 def sum_scatter(

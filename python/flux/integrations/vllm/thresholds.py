@@ -304,7 +304,7 @@ def fingerprint() -> str:
     own = setting("FLUX_VLLM_TUNING")
     files = [*([Path(own)] if own else []), *sorted(store.SHIPPED.glob("*.json"))]
     data = b"".join(path.read_bytes() for path in files if os.access(path, os.R_OK))
-    names = ("FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_SEQUENCE", "FLUX_VLLM_FP8_GEMM")
+    names = ("FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_SEQUENCE")
     limits = f"{[setting(name) for name in names]} {_EXPERTS_FROM} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 

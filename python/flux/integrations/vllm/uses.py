@@ -15,8 +15,7 @@ class Use:
     """One name of vLLM.
 
     Attributes:
-        part: what does not work without it: "layers" (anything), "sequence", "eager", "fp8", "MoE" or
-            "worker";
+        part: what does not work without it: "layers" (anything), "sequence", "fp8", "MoE" or "worker";
             "optional": all works.
         module: where flux finds it.
         name: dotted, below the module.
@@ -88,12 +87,6 @@ USES = (
     Use("layers", f"{_PASSES}.pass_manager", "PostGradPassManager.configure", ("config",), sets=("passes",)),
     Use("sequence", "vllm.compilation.backends", "VllmBackend.__call__", ("graph", "example_inputs")),
     Use("sequence", "vllm.compilation.backends", "VllmBackend", sets=("vllm_config",)),
-    Use(
-        "eager",
-        "vllm.model_executor.layers.layernorm",
-        "RMSNorm",
-        sets=("weight", "has_weight", "variance_epsilon", "variance_size_override"),
-    ),
     Use("fp8", "vllm.config", "CompilationMode.VLLM_COMPILE"),
     Use("fp8", _LINEAR, "ColumnParallelLinear"),
     Use("fp8", f"{_QUANT}.fp8", "Fp8LinearMethod.apply", ("layer", "x", "bias"), sets=("fp8_linear",)),
