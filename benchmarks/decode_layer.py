@@ -29,7 +29,6 @@ import argparse
 import functools
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from torch.multiprocessing.spawn import spawn
 import flux
 from flux import peers
 from flux._native import core
+from flux.bench.timing import GpuTimer, captured
 from flux.ops import gemm
 from vllm_models import MODELS, Model
 
@@ -171,13 +171,13 @@ def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
     return found
 
 
-def profiled(graph: torch.cuda.CUDAGraph) -> list[str]:
+def profiled(replay: Callable[[], object]) -> list[str]:
     """A line for each kernel of a layer: microseconds after the one before it ended, and how long it ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(3):
-            graph.replay()
+            replay()
         torch.cuda.synchronize()
     events = sorted(
         (e for e in prof.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
@@ -200,38 +200,28 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namesp
     hidden, width = layers[0].o.shape  # as many columns as the attention of a rank
     x, residual = (torch.randn(m, hidden, device=ranks.device).to(ranks.dtype) for _ in "12")
     kv = torch.randn(CONTEXT, m, width, device=ranks.device).to(ranks.dtype) / CONTEXT
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    replays: dict[str, Callable[[], object]] = {}
     results: dict[str, Tensor] = {}
     all_arms = arms(ranks, hidden, m)
     # Kept, because graphs use memory of packages. "flux" is what the results of all others are compared with.
     found = {name: arm for name, arm in all_arms.items() if name in (*(options.arms or all_arms), "flux")}
     for name, arm in found.items():
-        for _ in range(3):
-            arm.run(layers, x, residual.clone(), kv)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with arm.inside(), torch.cuda.graph(graphs[name]):
-            results[name] = arm.run(layers, x, residual.clone(), kv)
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for number in range(ROUNDS + 1):
-        for name in random.Random(number).sample(sorted(graphs), len(graphs)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-            graphs[name].replay()
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin.record()
-            for _ in range(REPLAYS):
-                graphs[name].replay()
-            end.record()
-            end.synchronize()
-            took = torch.tensor(begin.elapsed_time(end) * 1e3 / REPLAYS / LAYERS, device=ranks.device)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if number:
-                samples[name].append(round(took.item(), 3))
+
+        def once(arm: Arm = arm) -> Tensor:
+            return arm.run(layers, x, residual.clone(), kv)
+
+        replays[name], results[name] = captured(once, ranks.device, arm.inside)
+    timer = GpuTimer(ranks.group, ranks.device)
+    for replay in replays.values():
+        timer.warm(replay)
+    samples = {
+        name: [round(1e3 * ms / LAYERS, 3) for ms in taken]
+        for name, taken in timer.interleaved(replays, REPLAYS, ROUNDS).items()
+    }
     if options.profile:
-        for name, graph in graphs.items():
+        for name, replay in replays.items():
             dist.barrier()
-            lines = profiled(graph)
+            lines = profiled(replay)
             if ranks.rank == 0:
                 print(f"M = {m}, {name}:", *lines, sep="\n", flush=True)
     want = results["flux"].float()

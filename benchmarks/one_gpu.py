@@ -32,6 +32,7 @@ import torch
 QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
 CALLS = 8  # in a graph
 REPLAYS = 25
+DEVICE = torch.device("cuda", 0)
 Case = tuple[str, Callable[[], object]]
 
 
@@ -87,6 +88,31 @@ def quantised() -> Iterator[Case]:
             yield f"gemm_fp8 {m}x{n}x{k}, {kind}", call
             if kind != "block":
                 yield f"gemm_fp8 {m}x{n}x{k}, {kind}, fast", partial(call, accumulate="fast")
+
+
+def experts() -> Iterator[Case]:
+    """Gradients of experts' weights, and the steps between the GEMMs of experts."""
+    import flux
+    from flux.moe import rows as steps
+
+    for count, rows, n, k in ((4, 4096, 28672, 4096), (64, 256, 1536, 2048)):
+        grad, x = normal(count * rows, n), normal(count * rows, k)
+        offsets = torch.arange(count + 1, dtype=torch.int32, device="cuda") * rows
+        out = torch.zeros(count, n, k, device="cuda")
+        yield (
+            f"grouped_wgrad {count}x{rows}x{n}x{k}",
+            partial(flux.grouped_wgrad_accum, grad, x, offsets, out),
+        )
+    for used, room, hidden, inner in ((4096, 8192, 4096, 14336), (16384, 32768, 2048, 768)):
+        offsets = torch.tensor([0, used], dtype=torch.int32, device="cuda")
+        tokens = torch.randint(0, used, (room,), device="cuda", dtype=torch.int32)
+        scores = torch.randint(0, 2, (room,), device="cuda").float() * 2 - 1  # nothing grows
+        x, rows, product = normal(room, hidden), normal(room, inner), normal(room, 2 * inner)
+        name = f"{used} of {room} rows, {hidden}, {inner}"
+        yield f"gather_rows {name}", partial(steps.gather_rows, x, tokens, offsets, scores)
+        yield f"activate_rows {name}", partial(steps.activate_rows, product, offsets, "swiglu")
+        both = partial(steps.finish_activation, rows, product, offsets, scores, "swiglu")
+        yield f"finish_activation {name}", both
 
 
 def quantised_ranks(world_size: int) -> Iterator[Case]:
@@ -178,45 +204,33 @@ def mixtures(world_size: int) -> Iterator[Case]:
             yield f"moe layer 1 {name}", partial(ranks.gemm_gather_rs, rows, w2s)
 
 
-def time_us(call: Callable[[], object], graphed: bool) -> float:
+def time_us(timer: Any, call: Callable[[], object], graphed: bool) -> float:
     """Microseconds a call."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    if graphed:
-        graph, kept = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                kept.append(call())
-        replay: Callable[[], object] = graph.replay
-    else:
+    from flux.bench.timing import captured
 
-        def replay() -> object:
-            return [call() for _ in range(CALLS)]
+    def burst() -> list[object]:
+        return [call() for _ in range(CALLS)]
 
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * begin.elapsed_time(end) / CALLS)
-    return round(statistics.median(times[3:]), 2)
+    replay, _ = captured(burst, DEVICE) if graphed else (burst, None)
+    timer.warm(replay)
+    (samples,) = timer.interleaved({"": replay}, 1, REPLAYS).values()
+    return round(1e3 * statistics.median(samples) / CALLS, 2)
 
 
 def measure(out: Path, only: str) -> None:
     import flux
+    from flux.bench.timing import GpuTimer
 
+    timer = GpuTimer(None, DEVICE)
     torch.manual_seed(0)
     results: dict[str, float] = {}
     ranks = (part(count) for part in (dense, quantised_ranks, mixtures) for count in (2, 4))
-    for cases in (gemms(), norms(), quantised(), *ranks):
+    for cases in (gemms(), norms(), quantised(), experts(), *ranks):
         for name, call in cases:
             if re.search(only, name) is None:
                 continue
             # A captured call sends by SMs, and a copy of a layer's rows to the GPU cannot be captured.
-            results[name] = time_us(call, graphed="copy engines" not in name)
+            results[name] = time_us(timer, call, graphed="copy engines" not in name)
     out.write_text(json.dumps({"flux": flux.__version__, "us": results}, indent=1) + "\n")
 
 

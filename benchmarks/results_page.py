@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from flux.bench.cases import OPS
-from flux.bench.model import Bar, Row, geomean, over_best
+from flux.bench.model import Bar, Row, geomean
 from flux.bench.report import BARS, notes
 from flux.cli import training
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock, waited
 from measurements import Marks, Measurement, Other, Source, operator_of, ranked
-from results_text import CTAS, HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
+from results_text import HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
 _NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
@@ -172,7 +172,7 @@ class Sections:
     """The measurements of each operator and number of GPUs, in the order of the page."""
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
-        unknown = {m.op for m in measurements} - {*OPERATORS, "moe_ctas"}
+        unknown = {m.op for m in measurements} - {*OPERATORS}
         if unknown:
             names = ", ".join(sorted(unknown))
             raise ValueError(f"no section for {names}: add it to benchmarks/results_text.py")
@@ -228,17 +228,6 @@ def against_cublas(sections: Sections) -> str:
             cells = [OPERATORS[m.op].name, str(m.gpus), str(len(both)), speed(geomean(ratios.values()))]
             rows.append([*cells, worst, commit_links(m)])
     return table(["rows of", "GPUs", "rows", "speed-up", "worst", "commit"], rows)
-
-
-def ctas(m: Measurement) -> str:
-    """The plan's number of communication CTAs against the best number."""
-    lines = []
-    for row in m.rows:
-        best = over_best(row)
-        if best is not None:
-            plan = str((row.plan or {}).get("communication_ctas", "–"))
-            lines.append([row.name, str(row.m), plan, str(best.best_ctas), f"{best.ratio:.3f}"])
-    return table(["", "M", "plan's CTAs", "best CTAs", "time / best time"], lines)
 
 
 def vllm(found: Sequence[Other]) -> list[str]:
@@ -361,9 +350,6 @@ def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: P
         if op == "gemm":
             parts.append("`flux.gemm` against cuBLAS in the files of other operators:\n")
             parts.append(against_cublas(sections))
-    parts += ["## Communication CTAs\n", CTAS]
-    for m in (m for group in sections.of("moe_ctas") for m in group):
-        parts.append(f"{gpus(m)}, from {origin(m.sources, m.complete)}{drawn(m, figures)}\n\n{ctas(m)}")
     parts += ["## vLLM\n", VLLM, *vllm([other for other in found if "runs" in other.data])]
     if whole := [other for other in found if "models" in other.data]:
         parts += ["## Models of Megatron-Core\n", MODELS, *models(whole)]

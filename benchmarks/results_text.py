@@ -16,7 +16,6 @@ class Operator:
 
 _LAYER = "The linear layers of a transformer block of Megatron-Core. Of Mixtral the attention only."
 _MOE = "TP slices every expert, EP2 and EP4 give whole experts to ranks; `std` says how uneven loads are."
-_MODEL = "Models of transformers under their `tp_plan`, with random weights and few layers."
 _FP8 = "Operands are quantised before. Rows name their scales: of tensors, rows and columns, or blocks."
 _FUSED = "Fused, with fp8 operands. Peers:"
 OPERATORS = {
@@ -70,8 +69,6 @@ OPERATORS = {
     "quantize_fp8": Operator("`quantize`", "Activations from bf16. Scales: of tensor, row, block.", "fp8.md"),
     "layer_forward": Operator("Megatron, forward", _LAYER, "megatron.md"),
     "layer_training": Operator("Megatron, training", f"{_LAYER} Forward and backward.", "megatron.md"),
-    "e2e_prefill": Operator("transformers, prefill", f"{_MODEL} M: tokens of one sequence.", "pytorch.md"),
-    "e2e_decode": Operator("transformers, decode", f"{_MODEL} M: sequences, one token each.", "pytorch.md"),
 }
 HEAD = """\
 # Results
@@ -100,10 +97,6 @@ A newer one that covers less has a table too. Older ones are listed.
 HOSTS = """\
 An eager call, µs on the host. The bar is 25 µs, but for layers and models, which do more than call flux.
 `gemm_ar` and `all_reduce` are timed from CUDA graphs, where the host plays no part.
-"""
-CTAS = """\
-Layer 1 of MoE starts some CTAs with communication. The plan chooses how many.
-Here its time is compared with that of the best number that was tried. See [design/moe.md](design/moe.md).
 """
 VLLM = """\
 Tokens per second with and without flux, in brackets over stock. `graph` has CUDA graphs, `eager` not.

@@ -93,7 +93,7 @@ def test_headlines_do_not_depend_on_the_result(tools: Tools) -> None:
 
 
 def test_a_changed_number(tools: Tools, copies: Path) -> None:
-    name = next(file.name for file in FILES if "e2e-70b" in file.name)
+    name = next(file.name for file in FILES if "layer-70b" in file.name)
     data = json.loads((copies / name).read_text())
     data["rows"][0]["times"]["flux"]["samples_ms"] = [1.0] * 7
     rewrite(copies, name, data)

@@ -17,7 +17,7 @@ from flux.testing.compare import passed
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
 LINK_GB_PER_S = 380.0
 
-# Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
+# Roles of candidates. "config" is one choice of a sweep; the
 # others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
 # How times are measured beside bursts of the call alone; whose kernel it follows.
@@ -113,7 +113,6 @@ class _Plan(TypedDict, total=False):
     config: str
     time_us: NotNegative | None
     candidates: list[tuple[str, Positive]]
-    communication_ctas: Size
 
 
 @dataclass
@@ -185,20 +184,6 @@ class Derived:
         return self.floor or self.peer or self.flux or 1.0
 
 
-_FORCED = " CTAs"
-
-
-def forced_name(ctas: int) -> str:
-    """The candidate of a row of moe_ctas that has its number of communication CTAs forced."""
-    return f"{ctas}{_FORCED}"
-
-
-def forced_times(row: Row) -> dict[int, Timing]:
-    """The times of those candidates by their number, in ascending order."""
-    names = sorted((int(name.removesuffix(_FORCED)), name) for name in row.times if name.endswith(_FORCED))
-    return {ctas: row.times[name] for ctas, name in names}
-
-
 @dataclass(frozen=True)
 class OverBest:
     """What was planned against all choices of a sweep: (milliseconds, name) of these, the fastest first."""
@@ -213,11 +198,6 @@ class OverBest:
     @property
     def ratio(self) -> float:
         return self.plan / self.best
-
-    @property
-    def best_ctas(self) -> int:
-        """Of moe_ctas."""
-        return int(self.ranked[0][1].removesuffix(_FORCED))
 
 
 def over_best(row: Row) -> OverBest | None:

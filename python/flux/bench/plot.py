@@ -6,11 +6,18 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from flux.bench import plot_ctas
-from flux.bench.model import OTHERS, Derived, Row, forced_times
-from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
+from flux.bench.model import OTHERS, Derived, Row
 from flux.bench.record import Record
 from flux.bench.report import heading, title_of
+
+# The colours of all pictures of results.
+FLUX = "#e4572e"
+PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9", "#2a9d8f", "#8a6fb3", "#b08d57", "#6a994e", "#c77d9b"]
+INK = "#22303c"
+FAINT = "#6b7785"
+LOSS = "#9aa3ad"
+GRID = "#e7eaee"
+EDGE = "#c9cfd6"
 
 _MOST_ROWS = 40  # side by side
 TALLEST = 3.0  # bars above it are cut and carry their value, so that one slow peer doesn't flatten the rest
@@ -50,7 +57,7 @@ def plot(record: Record, path: str | Path) -> Path:
     strips = [strip for op in record.ops() for strip in _strips(record, op)]
     if not strips:
         raise ValueError("bench: this result has no row of flux to plot")
-    sizes = [plot_ctas.size(rows) if _is_sweep(rows[0]) else _size(rows) for rows in strips]
+    sizes = [_size(rows) for rows in strips]
     widths, heights = zip(*sizes, strict=True)
     style = {
         "font.size": 9,
@@ -68,9 +75,6 @@ def plot(record: Record, path: str | Path) -> Path:
         figure = plt.figure(figsize=(max(widths), sum(heights) + 0.6), layout="constrained")
         parts = figure.subfigures(len(strips), 1, height_ratios=heights, squeeze=False)
         for (part,), rows in zip(parts, strips, strict=True):
-            if _is_sweep(rows[0]):
-                plot_ctas.draw(part, rows, title_of(record, rows[0]))
-                continue
             derived = [record.derived(row) for row in rows]
             times, speedups = part.subplots(2, 1, height_ratios=[3.0, 1.5])
             _times(times, record, rows, derived)
@@ -86,9 +90,6 @@ def plot(record: Record, path: str | Path) -> Path:
 def _strips(record: Record, op: str) -> list[list[Row]]:
     """The rows of an op that flux ran, split into plots one below the other; groups are not split."""
     rows = [row for row in record.rows if row.op == op and "flux" in row.times]
-    if op == "moe_ctas":
-        rows = [row for row in rows if _is_sweep(row)]
-        return [rows] if rows else []
     strips: list[list[Row]] = []
     for _, same in groupby(rows, _group):
         group = list(same)
@@ -96,10 +97,6 @@ def _strips(record: Record, op: str) -> list[list[Row]]:
             strips.append([])
         strips[-1] += group
     return strips
-
-
-def _is_sweep(row: Row) -> bool:
-    return bool(forced_times(row))
 
 
 def _size(rows: list[Row]) -> tuple[float, float]:

@@ -39,13 +39,10 @@ BARS = {
     "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_layer1": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_mlp": Bar(row=1.0, host_us=None),
-    "moe_ctas": Bar(row=1.0),
     "layer_forward": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
     "layer_training": Bar(row=1.0, geomean=1.08, geomean_tp=4, host_us=None),
     # Peers are bf16, too.
     "gemm_fp8": Bar(row=0.95),
-    "e2e_prefill": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
-    "e2e_decode": Bar(row=1.0, geomean=1.15, geomean_tp=4, host_us=None),
 }
 _WIDE = 220
 TABLE_WIDTH = 80  # width of the columns that every table has
@@ -88,10 +85,6 @@ def _ms(value: float | None) -> str:
 
 def _ratio(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _rate(tokens: int, milliseconds: float | None) -> str:
-    return "–" if milliseconds is None else f"{1e3 * tokens / milliseconds:.0f}"
 
 
 def _judged(value: float | None, good: bool, digits: int = 2) -> str | Text:
@@ -173,11 +166,7 @@ _OVER_16_BITS = Column("over bf16", lambda r, d, b: _over_16_bits(r))
 _FAST = Column("fast sums", lambda r, d, b: _fast(r), "left", spare=4)
 _COPY = Column("copy", _COMM.cell)
 _OF_COPY = Column("of copy's speed", lambda r, d, b: _ratio(d.comm / d.flux if d.comm and d.flux else None))
-_TOKENS = Column("tokens/s", lambda r, d, b: Text(_rate(r.m, d.flux), style="bold"))
-_STOCK_TOKENS = Column("stock tokens/s", lambda r, d, b: _rate(r.m, d.peer))
-_CTAS = Column("CTAs", lambda r, d, b: str((r.plan or {}).get("communication_ctas", "–")))
-_BEST_CTAS = Column("best CTAs", _of_best(lambda found: str(found.best_ctas)))
-_BEST_OF_CTAS = Column("best", _of_best(lambda found: _ms(found.best)))
+_BEST_MS = Column("best", _of_best(lambda found: _ms(found.best)))
 _CHECK = Column(
     "check", lambda r, d, b: Text(r.check, style="green" if r.ok else "bold red"), "left", spare=1
 )
@@ -188,14 +177,6 @@ _GPU_COLLECTIVE = [*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _E_OVERLAP, _
 _GPU_GEMM = [_PATTERN, _M, _N_K, _FLUX, _PEER_MS, _SPEEDUP_3, _RATE, _PEER_RATE, *_TAIL]
 _GPU_FP8_GEMM = [_PATTERN, _M, _N_K, _FLUX, _RATE, _OVER_16_BITS, _PEER, _SPEEDUP, _FAST, *_TAIL]
 _GPU_QUANTIZE = [_MODEL, _M, _K, _FLUX, _COPY, _OF_COPY, _PEER, _SPEEDUP, *_TAIL]
-_OF_MODELS = [
-    *(_MODEL, _M, Column("ms", _FLUX.cell), Column("stock ms", _PEER_MS.cell)),
-    *(_TOKENS, _STOCK_TOKENS, _SPEEDUP, _CHECK),
-]
-_OF_CTAS = [
-    *(_MODEL, _M, _N_K, _CTAS, _FLUX, _BEST_CTAS, _BEST_OF_CTAS, Column("flux/best", _over_best)),
-    *(Column("unfused", _peer, "left"), _SPEEDUP, _CHECK),
-]
 _CPU = [
     *(_MODEL, _M, _N_K, Column("fused", _FLUX.cell), Column("unfused", _PEER_MS.cell)),
     *(Column("speed-up", lambda r, d, b: _ratio(d.speedup)), _GEMM, Column("comm", _COMM.cell), _CHECK),
@@ -225,7 +206,7 @@ _SWEEP = [
     Column("plan ms", _of_best(lambda found: _ms(found.plan))),
     Column("expected", lambda r, d, b: _ms((r.plan or {}).get("time_us", 0) / 1e3 or None)),
     Column("best", _of_best(lambda found: found.ranked[0][1]), "left"),
-    Column("best ms", _BEST_OF_CTAS.cell),
+    Column("best ms", _BEST_MS.cell),
     Column("expected", _best_expected),
     Column("plan/best", _over_best),
     Column("next best", _of_best(_next_best), "left"),
@@ -250,10 +231,6 @@ def _sweep_footer(rows: list[Row]) -> Text:
 def _columns(record: Record, op: str) -> list[Column]:
     if record.settings.get("all_configs"):
         return _SWEEP
-    if op.startswith("e2e"):
-        return _OF_MODELS
-    if op == "moe_ctas":
-        return _OF_CTAS
     if record.device == "cpu":
         return _CPU
     if op == "quantize":
@@ -324,7 +301,7 @@ def _fit(columns: list[Filled], width: int) -> list[Filled]:
 
 
 def _against(record: Record, op: str) -> str:
-    if op.startswith(("layer", "e2e")):
+    if op.startswith("layer"):
         return "stock"
     if record.device == "cpu":
         return "unfused"
@@ -367,9 +344,6 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
         lines.append(
             f"{line}; {under} of {len(gains)} rows under their bar" if record.device == "cuda" else line
         )
-    ratios = [found.ratio for row in rows if (found := over_best(row)) is not None]
-    if ratios:
-        lines.append(f"plan over the best number: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
     for condition, speedups in s.conditional.items():
         lines.append(f"{condition}: speed-up geomean {geomean(speedups):.3f}, min {min(speedups):.3f}")
     if s.max_host_us is not None:

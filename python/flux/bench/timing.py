@@ -22,12 +22,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 _EXTRA_ROUNDS = 3
 # The longest delay that all candidates share because of one candidate with high host cost.
@@ -72,6 +74,41 @@ def drawn(names: list[str], number: int) -> list[str]:
     first = number % len(names)
     others = names[:first] + names[first + 1 :]
     return [names[first], *random.Random(f"round {number}").sample(others, len(others))]
+
+
+def recorded(call: Call, times: int = 1) -> tuple[Any, Any]:
+    """Enqueues calls on the current stream. Returns the events before and behind them."""
+    start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    return start, end
+
+
+def elapsed_ms(start: Any, end: Any) -> float:
+    """Milliseconds between two events, for the second of which it waits."""
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def captured(
+    burst: Callable[[], T],
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[Call, T]:
+    """The replay of a burst from a CUDA graph, and what the burst returned in it.
+
+    inside: a context manager for the capture.
+    """
+    for _ in range(2):  # allocations, module loading and rendezvous, which a graph cannot capture
+        burst()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local, because NCCL's watchdog thread queries events during the capture.
+    with inside(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = burst()
+    return graph.replay, result
 
 
 class CpuTimer:
@@ -120,12 +157,7 @@ class GpuTimer:
         """Cycles of the delay kernel that make one millisecond, at the clock the GPU has under load."""
         cycles = 20_000_000
         _cuda._sleep(cycles)
-        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-        start.record()
-        _cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        return float(cycles / start.elapsed_time(end))
+        return cycles / elapsed_ms(*recorded(lambda: _cuda._sleep(cycles)))
 
     def _delay(self, milliseconds: float) -> None:
         # Add a third, because the clock may be higher now than during the calibration.
@@ -139,19 +171,14 @@ class GpuTimer:
 
     def _burst(self, name: str, call: Call, iters: int) -> tuple[float, bool]:
         """(ms per call on this rank, whether the host stayed ahead of the GPU)."""
-        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         self._meet()
         shared = min(max(self._enqueue_ms.values()) * iters, _MAX_SHARED_DELAY_MS)
         self._delay(min(max(self._enqueue_ms[name] * iters, shared) + 0.3, _MAX_DELAY_MS))
         if self._group is not None:
             dist.all_reduce(self._mark, group=self._group)
-        start.record()
-        for _ in range(iters):
-            call()
-        end.record()
+        start, end = recorded(call, iters)
         ahead = not start.query()
-        end.synchronize()
-        return start.elapsed_time(end) / iters, ahead
+        return elapsed_ms(start, end) / iters, ahead
 
     def warm(self, call: Call) -> None:
         """Three calls, waiting after each: first calls allocate, load modules and rendezvous."""
@@ -194,16 +221,10 @@ class GpuTimer:
         for number in range(_SUSTAINED_ROUNDS):
             for name in drawn(list(calls), number):
                 timed = max(1, round(SUSTAINED_MS * _TIMED_SHARE / ms[name]))
-                start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
                 self._meet()
                 for _ in range(round(timed / _TIMED_SHARE) - timed):
                     calls[name]()
-                start.record()
-                for _ in range(timed):
-                    calls[name]()
-                end.record()
-                end.synchronize()
-                samples[name].append(start.elapsed_time(end) / timed)
+                samples[name].append(elapsed_ms(*recorded(calls[name], timed)) / timed)
         medians = [statistics.median(of_one) for of_one in samples.values()]
         return dict(zip(samples, all_max(medians, self._group, self._device), strict=True))
 

@@ -8,7 +8,7 @@ import typer
 
 import flux
 from flux.bench.report import make_console
-from flux.cli import bench, doctor, tune, verify
+from flux.cli import bench, compare, doctor, history, tune, verify
 from flux.cli.options import Commands
 
 _INTERRUPTED = 130
@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench.command)
+app.command("compare")(compare.command)
+app.command("history")(history.command)
 app.command("tune")(tune.command)
 app.command("verify")(verify.command)
 app.command("doctor")(doctor.command)

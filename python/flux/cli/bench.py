@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.util import find_spec
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from flux.bench import html, suites
 from flux.bench import plot as plots
 from flux.bench import record as records
+from flux.bench import suites
 from flux.bench.cases import FAMILIES, OPS
-from flux.bench.model import DTYPE_BYTES, FP8, LINK_GB_PER_S
+from flux.bench.model import DTYPE_BYTES, FP8, LINK_GB_PER_S, SCALES
 from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import fp8_rows, history, options
-from flux.cli.estimate import estimate
+from flux.cli import compare, history, options
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
@@ -31,26 +27,46 @@ from flux.plan.nodes import SCHEDULES
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
-DEFAULT_LAYERS = 4
-_WITH_SHOW = {"plot", "shown", "html_file"}
-# Options of a run on CPUs that keep it comparable with `make bench`.
-_DEFAULT_RUN = {"json_file", "html_file", "plot", "cpu", "timeout", "strict", "yes"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
+# What measures nothing, and the options that it takes.
+_OF_FILES = {"compare": {"ops"}, "history": {"ops", "plot", "model", "m"}, "--show": {"plot", "shown"}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user says of the rows to measure, as `command` takes it."""
+
+    ops: tuple[str, ...] = ()
+    suite: str | None = None
+    model: tuple[str, ...] = ()
+    m: tuple[int, ...] = ()
+    n: int | None = None
+    k: int | None = None
+    dtype: str | None = None
+    scales: tuple[str, ...] = ()
+    world: int | None = None
+    tp: int | None = None
+    ep: tuple[int, ...] = ()
+    imbalance: tuple[str, ...] = ()
+    nodes: int | None = None
+    cpu: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Asked:
+        """Of a command's options by name. What is repeated counts once."""
+        mine: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls) if given.get(field.name) is not None):
+            value = given[name]
+            mine[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+        return cls(**mine)
 
 
 def choose_problems(
-    suite: suites.Suite | None,
-    ops: list[str],
-    n: int | None,
-    k: int | None,
-    world: int,
-    tp: int,
-    request: Request,
-    asked: bool,
+    suite: suites.Suite | None, asked: Asked, ops: list[str], request: Request, tp: int
 ) -> tuple[list[Problem], list[str]]:
     """The rows to measure, and a line for everything that cannot be measured with this many processes.
 
     suite: None if all ops are of models, which are chosen by `request`.
-    asked: whether the user named the ops, and wants to know of each that has no row.
 
     Raises ValueError for a shape that the op cannot take.
     """
@@ -58,124 +74,66 @@ def choose_problems(
     skipped: dict[str, list[str]] = {}  # ops by the reason why they are left out
     for op in ops:
         spec = OPS[op]
-        if spec.collective and world == 1:
-            why = "2 ranks or more are needed (`flux verify` emulates ranks on one GPU)"
-            skipped.setdefault(why, []).append(op)
-            continue
-        if spec.collective and world != tp:
-            why = f"TP {tp} needs {tp} processes, this run has {world}"
+        if spec.collective and request.world != tp or spec.collective and tp == 1:
+            why = f"TP {tp} needs {tp} processes, this run has {request.world}"
+            if request.world == 1:
+                why = "2 ranks or more are needed (`flux verify` emulates ranks on one GPU)"
             skipped.setdefault(why, []).append(op)
             continue
         if spec.rows is not None:
             rows = spec.rows(replace(request, op=op))
         elif suite is None:
             raise ValueError(f"bench: {op} needs a suite")
-        elif n is not None and k is not None:
-            rows = [Problem(op, "custom", spec.custom, m, n, k) for m in suite.m]
+        elif asked.n is not None and asked.k is not None:
+            rows = [Problem(op, "custom", spec.custom, m, asked.n, asked.k) for m in suite.m]
         else:
             rows = suite.problems(op, spec.patterns)
         for problem in rows:
             if spec.collective and spec.deals_rows and problem.m % tp:
                 raise ValueError(f"{op}: m must be divisible by the {tp} ranks, got m={problem.m}")
             problem.local(tp)
-        if not rows and suite is not None and asked:
+        if not rows and suite is not None and asked.ops and not asked.nodes:
             skipped.setdefault(f"suite {suite.name} has no shape for it", []).append(op)
         problems += rows
     return problems, [f"{', '.join(names)} left out: {why}" for why, names in skipped.items()]
 
 
-def choose(
-    ops: list[str],
-    *,
-    suite: str | None,
-    models: list[str],
-    m: list[int],
-    n: int | None,
-    k: int | None,
-    dtype: str | None,
-    world: int | None,
-    tp: int | None,
-    cpu: bool,
-    imbalance: Sequence[str] = (),
-    ep: Sequence[int] = (),
-    layers: int | None = None,
-    nodes: int | None = None,
-    scales: Sequence[str] = (),
-) -> Settings:
+def choose(asked: Asked) -> Settings:
     """Settings from what the user said and what the machine has.
 
     Raises ValueError naming the option to mend.
     """
-    for op in ops:
+    for op in asked.ops:
         if op not in OPS and op not in FAMILIES:
             known = ", ".join([*OPS, *FAMILIES])
             raise ValueError(f"bench: op expected to be one of {known}, got {op!r}")
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}.get(dtype or "", dtype)
+    dtype = _DTYPES.get(asked.dtype or "", asked.dtype)
     if dtype is not None and dtype not in DTYPE_BYTES:
         raise ValueError(f"bench: --dtype expected to be bf16, fp16, fp32 or fp8, got {dtype!r}")
-    kinds = fp8_rows.kinds(dtype, scales)
-    ops = fp8_rows.measurable(ops, bool(kinds))
-    models, m = list(dict.fromkeys(models)), list(dict.fromkeys(m))
+    kinds = _kinds(dtype, asked.scales)
+    ops = _measurable(asked.ops, bool(kinds))
     of_models = [op for op in ops if OPS[op].rows is not None]
-    if of_models and n is not None:
-        raise ValueError(f"bench: --n and --k expected without {of_models[0]}, which takes --model")
-    if (n is None) != (k is None):
-        only = "--n" if k is None else "--k"
-        raise ValueError(f"bench: --n and --k come together, got only {only}")
-    with_moe, with_e2e = (any(op.startswith(family) for op in ops) for family in ("moe", "e2e"))
-    for option, value, used, expected in (
-        ("--suite", suite, not ops or len(of_models) < len(ops), "with ops that take no --model"),
-        ("--model", models, n is None, "without --n and --k, which are a model by themselves"),
-        ("--imbalance", imbalance, with_moe, "with moe"),
-        ("--ep", ep, with_moe, "with moe"),
-        ("--layers", layers, with_e2e, "with e2e"),
-    ):
-        if value and not used:
-            raise ValueError(f"bench: {option} expected {expected}, got {' '.join(ops) or 'no op'}")
-    gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    place = options.torchrun()
-    ops = _on_nodes(ops, nodes, world, cpu)
-    if place is not None:
-        if world is not None and world != place[1]:
-            raise ValueError(f"bench: --world {world}, but torchrun started {place[1]} processes")
-        world = place[1]
-    if world is None:
-        # --tp without --world: as many processes as that, if the machine has them.
-        world = min(tp or gpus, gpus) if gpus else tp or _CPU_PROCESSES
-        world -= world % (nodes or 1)
-    if gpus and world > gpus:
-        raise ValueError(
-            f"bench: --world expected to be at most {gpus}, the GPUs of this machine, got {world}"
-        )
-    if world < 1 or (tp is not None and tp < 1):
-        raise ValueError("bench: --world and --tp expected to be at least 1")
-    if not gpus and world > MAX_WORLD_SIZE:
-        raise ValueError(f"bench: --world expected to be at most {MAX_WORLD_SIZE} on CPUs, got {world}")
-    tp = tp or world
+    _check_shapes(asked, ops, of_models)
+    gpus = 0 if asked.cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    ops = _on_nodes(ops, asked)
+    world, tp = _world(asked, gpus)
     # Ops that are measured on models have their own names, and are not part of the main job.
-    shapes = [
-        op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
+    ops = ops or [
+        op
+        for op, spec in OPS.items()
+        if spec.rows is None and not spec.by_name and (gpus or spec.collective) and (spec.scaled or not kinds)
     ]
-    if kinds:
-        shapes = [op for op in shapes if OPS[op].scaled]
-    asked, ops = bool(ops) and not nodes, ops or shapes
     chosen = None
     if len(of_models) < len(ops):
-        chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
-    request = Request(
-        "",
-        bool(gpus),
-        world,
-        tuple(models),
-        tuple(m),
-        tuple(dict.fromkeys(imbalance)),
-        tuple(dict.fromkeys(ep)),
-        layers or DEFAULT_LAYERS,
-    )
-    problems, skipped = choose_problems(chosen, ops, n, k, world, tp, request, asked)
+        chosen = suites.load(asked.suite or ("default" if gpus else "cpu")).select(
+            list(asked.model), list(asked.m)
+        )
+    request = Request("", bool(gpus), world, asked.model, asked.m, asked.imbalance, asked.ep)
+    problems, skipped = choose_problems(chosen, asked, ops, request, tp)
     problems = [replace(problem, scales=kind) for problem in problems for kind in kinds] or problems
     if not problems:
         raise ValueError(f"bench: nothing to measure: {'; '.join(skipped) or 'the suite has no such shape'}")
+    schedules = tuple(dict.fromkeys(s for of in SCHEDULES.values() for s in of))
     return Settings(
         problems=tuple(problems),
         suite=chosen.name if chosen else "models",
@@ -184,53 +142,95 @@ def choose(
         tp=tp,
         dtype=dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32"),
         skipped=tuple(skipped),
-        nodes=nodes or 1,
-        ways=tuple(dict.fromkeys(s for of in SCHEDULES.values() for s in of)) if nodes else ("parts",),
+        nodes=asked.nodes or 1,
+        ways=schedules if asked.nodes else ("parts",),
         iters=20 if gpus else 5,
         rounds=7 if gpus else 5,
     )
 
 
-def _on_nodes(ops: list[str], nodes: int | None, world: int | None, cpu: bool) -> list[str]:
+def _check_shapes(asked: Asked, ops: list[str], of_models: list[str]) -> None:
+    """Refuses options of shapes that would change nothing."""
+    n, k = asked.n, asked.k
+    if of_models and n is not None:
+        raise ValueError(f"bench: --n and --k expected without {of_models[0]}, which takes --model")
+    if (n is None) != (k is None):
+        only = "--n" if k is None else "--k"
+        raise ValueError(f"bench: --n and --k come together, got only {only}")
+    with_moe = any(op.startswith("moe") for op in ops)
+    for option, value, used, expected in (
+        ("--suite", asked.suite, not ops or len(of_models) < len(ops), "with ops that take no --model"),
+        ("--model", asked.model, n is None, "without --n and --k, which are a model by themselves"),
+        ("--imbalance", asked.imbalance, with_moe, "with moe"),
+        ("--ep", asked.ep, with_moe, "with moe"),
+    ):
+        if value and not used:
+            raise ValueError(f"bench: {option} expected {expected}, got {' '.join(ops) or 'no op'}")
+
+
+def _world(asked: Asked, gpus: int) -> tuple[int, int]:
+    """Processes, and tensor parallelism of the shapes."""
+    world, tp, place = asked.world, asked.tp, options.torchrun()
+    if place is not None:
+        if world is not None and world != place[1]:
+            raise ValueError(f"bench: --world {world}, but torchrun started {place[1]} processes")
+        world = place[1]
+    if world is None:
+        # --tp without --world: as many processes as that, if the machine has them.
+        world = min(tp or gpus, gpus) if gpus else tp or _CPU_PROCESSES
+        world -= world % (asked.nodes or 1)
+    if gpus and world > gpus:
+        raise ValueError(
+            f"bench: --world expected to be at most {gpus}, the GPUs of this machine, got {world}"
+        )
+    if world < 1 or (tp is not None and tp < 1):
+        raise ValueError("bench: --world and --tp expected to be at least 1")
+    if not gpus and world > MAX_WORLD_SIZE:
+        raise ValueError(f"bench: --world expected to be at most {MAX_WORLD_SIZE} on CPUs, got {world}")
+    return world, tp or world
+
+
+def _kinds(dtype: str | None, scales: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of scales to measure, none without fp8 operands."""
+    if dtype != FP8:
+        if scales:
+            raise ValueError(f"bench: --scales expected with --dtype fp8, got --dtype {dtype}")
+        return ()
+    for kind in scales:
+        if kind not in SCALES:
+            raise ValueError(f"bench: --scales expected to be one of {', '.join(SCALES)}, got {kind!r}")
+    return scales or SCALES
+
+
+def _measurable(ops: tuple[str, ...], scaled: bool) -> list[str]:
+    """The ops that were asked for, and of a family those that can be measured with such operands."""
+    found = []
+    for op in ops:
+        can = [name for name in FAMILIES.get(op, (op,)) if (OPS[name].scaled if scaled else OPS[name].wide)]
+        if not can:
+            what = "another --dtype than fp8" if scaled else "--dtype fp8"
+            raise ValueError(f"bench: {op} expected with {what}")
+        found += can
+    return list(dict.fromkeys(found))
+
+
+def _on_nodes(ops: list[str], asked: Asked) -> list[str]:
     """The ops to measure on emulated nodes: those that were asked for, or all that have schedules for nodes.
 
     Raises ValueError naming the option to mend.
     """
-    if nodes is None:
+    if asked.nodes is None:
         return ops
     if options.torchrun() is not None:
         raise ValueError(
             "bench: --nodes expected without torchrun, where FLUX_NODE says which node a rank is on"
         )
-    options.check_nodes("bench", nodes, world, cpu)
+    options.check_nodes("bench", asked.nodes, asked.world, asked.cpu)
     possible = [op for op in OPS if op in SCHEDULES]
     for op in ops:
         if op not in possible:
             raise ValueError(f"bench: --nodes expected with {', '.join(possible)}, got {op}")
     return ops or possible
-
-
-def _somebody_to_ask() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty() and options.torchrun() is None
-
-
-def confirm(settings: Settings, yes: bool) -> None:
-    """Announces a run that is long or large for CPUs and asks for it. Without a terminal --yes is needed.
-
-    Raises ValueError where nobody can be asked, typer.Exit if the answer is no.
-    """
-    expected = estimate(settings)
-    if not expected.is_much or not options.speaks():
-        return
-    what = f"on these CPUs this run takes {expected}"
-    if expected.seconds > settings.timeout_s:
-        what += f", and --timeout {settings.timeout_s:g} would stop it"
-    if not yes and not _somebody_to_ask():
-        raise ValueError(f"bench: {what}: choose fewer or smaller rows with --model and --m, or add --yes")
-    console = make_console(stderr=True)
-    console.print(f"{what[0].upper()}{what[1:]}.", highlight=False, soft_wrap=True)
-    if not yes and not typer.confirm("Go on?", err=True):
-        raise typer.Exit(1)
 
 
 def command(
@@ -310,20 +310,12 @@ def command(
             help="The ranks on so many nodes, emulated on this machine.",
         ),
     ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(parser=whole(), metavar="N", help=f"e2e: layers of a model. Default: {DEFAULT_LAYERS}."),
-    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result here, row by row.")
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the result (png, pdf, svg; needs matplotlib)."),
-    ] = None,
-    html_file: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with tables, plots and all samples."),
     ] = None,
     iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
     rounds: Annotated[
@@ -365,16 +357,11 @@ def command(
         float,
         typer.Option(parser=real(1.0), metavar="SECONDS", help="After that the run is stopped."),
     ] = 3600.0,
-    yes: Annotated[
-        bool, typer.Option("--yes", metavar="", help="Start a run that is long for CPUs without asking.")
-    ] = False,
     all_configs: Annotated[bool, typer.Option("--all-configs", hidden=True)] = False,
 ) -> None:
     """Time flux against the strongest alternatives here. Every shape is checked before it is timed.
 
     Without arguments: the default suite with TP = number of GPUs, or the CPU path with 4 processes.
-    "compare A.json B.json" compares two results: exit status 1 if a row is worse.
-    "history FILES" follows rows over results, with --model, --m and --plot.
     Exit status 1 if a result is wrong, 2 if an option is.
     """
     given = {p for p in ctx.params if str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
@@ -382,72 +369,17 @@ def command(
         if plot is not None:
             plots.check_suffix(plot)
             options.check_target("bench: --plot", plot)
-        for option, target, others in (
-            ("--plot", plot, {"--json": json_file, "--html": html_file}),
-            ("--html", html_file, {"--json": json_file}),
-        ):
-            for other, file in others.items():
-                if target is not None and target == file:
-                    raise ValueError(
-                        f"bench: {option} expected another file than {other}, got {str(target)!r}"
-                    )
-        options.check_target("bench: --html", html_file)
-        if ops and ops[0] in history.OF_FILES:
-            history.of_files(ctx, given, ops, model or [], m or [], plot)
-            return
-        if shown is not None:
-            options.only_rank_0()
-            if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _WITH_SHOW]:
-                raise ValueError(f"bench: --show measures nothing, expected without {', '.join(idle)}")
-            show_file(shown, plot, html_file)
+            if plot == json_file:
+                raise ValueError(f"bench: --plot expected another file than --json, got {str(plot)!r}")
+        what = "--show" if shown is not None else ops[0] if ops and ops[0] in _OF_FILES else ""
+        if what:
+            _of_files(what, ctx, given)
             return
         if options.torchrun() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(
                 "bench: RANK and WORLD_SIZE expected from torchrun, got them without MASTER_ADDR"
             )
-        settings = choose(
-            list(ops or []),
-            suite=suite,
-            models=list(model or []),
-            m=list(m or []),
-            n=n,
-            k=k,
-            dtype=dtype,
-            world=world,
-            tp=tp,
-            cpu=cpu,
-            imbalance=list(imbalance or []),
-            ep=list(ep or []),
-            layers=layers,
-            nodes=nodes,
-            scales=list(scales or []),
-        )
-        on_gpus = settings.device == "cuda"
-        for package in ("transformers", "accelerate"):
-            if any(p.op.startswith("e2e") for p in settings.problems) and find_spec(package) is None:
-                raise ValueError(f"bench: e2e needs {package}, which is not installed: pip install {package}")
-        if sustained and (not on_gpus or all_configs):
-            raise ValueError("bench: --sustained expected with GPUs, whose clocks fall, and no --all-configs")
-        if link is not None and not on_gpus:
-            raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
-        if all_configs and (not on_gpus or settings.suite == "models" or plot or html_file):
-            raise ValueError(
-                "bench: --all-configs needs GPUs and ops with tile shapes to choose, no --plot and no --html"
-            )
-        settings = replace(
-            settings,
-            iters=iters or settings.iters,
-            rounds=rounds or (3 if all_configs else settings.rounds),
-            link_gb_per_s=link or LINK_GB_PER_S,
-            all_configs=all_configs,
-            alone=alone,
-            sustained=sustained,
-            neighbours=neighbours,
-            json_file=str(json_file) if json_file else None,
-            timeout_s=timeout,
-        )
-        if not on_gpus and given - _DEFAULT_RUN:
-            confirm(settings, yes)
+        settings = _measuring(choose(Asked.of(ctx.params)), ctx.params)
         options.check_target("bench: --json", json_file)
     try:
         record = run(settings)
@@ -458,19 +390,51 @@ def command(
         return
     console = make_console(least=TABLE_WIDTH)
     console.print(render(record, console.width))
-    for option, what, target, writer in (
-        ("--plot", "picture", plot, plots.plot),
-        ("--html", "report", html_file, html.write),
-    ):
-        if target is None:
-            continue
+    if plot is not None:
         try:
-            console.print(f"{what}: {writer(record, target)}", highlight=False, soft_wrap=True)
+            console.print(f"picture: {plots.plot(record, plot)}", highlight=False, soft_wrap=True)
         except (ValueError, RuntimeError, OSError) as error:
-            options.say_error(f"bench: {option} {target}: {error}")
+            options.say_error(f"bench: --plot {plot}: {error}")
             raise typer.Exit(1) from None
     if any(not row.ok for row in record.rows) or (strict and not within_bar(record)):
         raise typer.Exit(1)
+
+
+def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
+    """The settings with what the user said of how to measure."""
+    on_gpus, link, all_configs = settings.device == "cuda", given["link"], given["all_configs"]
+    if given["sustained"] and (not on_gpus or all_configs):
+        raise ValueError("bench: --sustained expected with GPUs, whose clocks fall, and no --all-configs")
+    if link is not None and not on_gpus:
+        raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
+    if all_configs and (not on_gpus or settings.suite == "models" or given["plot"]):
+        raise ValueError("bench: --all-configs needs GPUs and ops with tile shapes to choose, and no --plot")
+    return replace(
+        settings,
+        iters=given["iters"] or settings.iters,
+        rounds=given["rounds"] or (3 if all_configs else settings.rounds),
+        link_gb_per_s=link or LINK_GB_PER_S,
+        json_file=str(given["json_file"]) if given["json_file"] else None,
+        timeout_s=given["timeout"],
+        **{name: given[name] for name in ("all_configs", "alone", "sustained", "neighbours")},
+    )
+
+
+def _of_files(what: str, ctx: typer.Context, given: set[str]) -> None:
+    """Shows a file; or `compare` and `history`, which have commands of their own now."""
+    options.only_rank_0()
+    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _OF_FILES[what]]:
+        raise ValueError(f"bench: {what} measures nothing, expected without {', '.join(idle)}")
+    of = ctx.params
+    if what == "--show":
+        show_file(of["shown"], of["plot"])
+        return
+    make_console(stderr=True).print(f"`flux bench {what}` is `flux {what}` now", highlight=False)
+    files = [Path(name) for name in of["ops"][1:]]
+    if what == "compare":
+        compare.command(files)
+    else:
+        history.command(files, of["model"], of["m"], of["plot"])
 
 
 def _explain_failure(error: SpawnError, settings: Settings) -> None:

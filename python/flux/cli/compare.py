@@ -1,12 +1,13 @@
-"""``flux bench compare A.json B.json``: which rows of two results are better, worse, or the same."""
+"""``flux compare A.json B.json``: which rows of two results are better, worse, or the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import typer
 from rich import box
@@ -67,16 +68,18 @@ def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
         yield Change(row, theirs["flux"].median, after, drift, max(_SAME, spread))
 
 
-def command(files: Sequence[str]) -> None:
-    """Prints the comparison of two files. Exit status 1 if a row is worse, or wrong in the second file."""
+def command(
+    files: Annotated[list[Path], typer.Argument(metavar="A.json B.json", show_default=False)],
+) -> None:
+    """Compare two results of bench. Exit status 1 if a row is worse, or wrong in the second file."""
     with options.refusing():
         options.only_rank_0()
         if len(files) != 2:
-            raise ValueError(f"bench: compare expected two result files, got {len(files)}")
-        old, new = (record.read(Path(file)) for file in files)
+            raise ValueError(f"compare: expected two result files, got {len(files)}")
+        old, new = map(record.read, files)
         found = list(changes(old, new))
         if not found:
-            raise ValueError("bench: compare found no row that both files have")
+            raise ValueError("compare: found no row that both files have")
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("op", "row", "M", "before, ms", "after, ms", "others", "change", "noise", ""):
         table.add_column(title, justify="left" if title in ("op", "row", "") else "right")

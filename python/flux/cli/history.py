@@ -1,9 +1,10 @@
-"""``flux bench history FILES...``: one row over all results that have it."""
+"""``flux history FILES...``: one row over all results that have it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich import box
@@ -11,35 +12,12 @@ from rich.table import Table
 
 from flux.bench import plot, record
 from flux.bench.model import Row, derive
-from flux.bench.plot_ctas import FLUX, GRID, INK, LOSS
+from flux.bench.plot import FLUX, GRID, INK, LOSS
 from flux.bench.record import Record
 from flux.bench.report import make_console
 from flux.cli import compare, options
 
 Rows = dict[tuple[object, ...], list[tuple[Record, Row]]]
-
-
-# Words in the place of operators, and the options that they take.
-OF_FILES: dict[str, set[str]] = {"compare": set(), "history": {"plot", "model", "m"}}
-
-
-def of_files(
-    ctx: typer.Context,
-    given: set[str],
-    words: Sequence[str],
-    models: Sequence[str],
-    m: Sequence[int],
-    picture: Path | None,
-) -> None:
-    """Runs what measures nothing: a word of OF_FILES, and its files. Raises ValueError for other options."""
-    options.only_rank_0()
-    allowed = {"ops", *OF_FILES[words[0]]}
-    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - allowed]:
-        raise ValueError(f"bench: {words[0]} measures nothing, expected without {', '.join(idle)}")
-    if words[0] == "compare":
-        compare.command(words[1:])
-    else:
-        command(words[1:], models, m, picture)
 
 
 def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) -> Rows:
@@ -54,14 +32,28 @@ def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) 
     return found
 
 
-def command(files: Sequence[str], models: Sequence[str], m: Sequence[int], picture: Path | None) -> None:
-    """Prints and draws each row's times over the results. Raises ValueError if there is none."""
-    if not files:
-        raise ValueError("bench: history expected result files, got none")
-    results = [record.read(Path(file)) for file in files]
-    found = rows_of(results, models, m)
-    if not found:
-        raise ValueError("bench: history found no row of flux in these files")
+def command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", show_default=False)],
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this model; may be repeated.")
+    ] = None,
+    m: Annotated[
+        list[int] | None,
+        typer.Option("--m", parser=options.whole(), metavar="N", help="Only these rows; may be repeated."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw it (png, pdf, svg; needs matplotlib).")
+    ] = None,
+) -> None:
+    """Follow each row over results of bench, by their dates."""
+    options.only_rank_0()
+    with options.refusing():
+        if picture is not None:
+            plot.check_suffix(picture)
+            options.check_target("history: --plot", picture)
+        found = rows_of([record.read(file) for file in files], model or (), m or ())
+        if not found:
+            raise ValueError("history: found no row of flux in these files")
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("op", "row", "M", "date", "commit", "flux, ms", "best peer, ms", "speed-up", "spread"):
         table.add_column(title, justify="left" if title in ("op", "row", "date", "commit") else "right")

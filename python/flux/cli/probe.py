@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from itertools import combinations, permutations
 from typing import Any
 
 import torch
 
 from flux import machine
+from flux.bench.timing import elapsed_ms, recorded
 
 _PUSH_BYTES = 256 << 20
 _REPEATS = 6
@@ -56,17 +58,11 @@ def _timed_copies(
     for i, j in pairs:
         # torch orders a copy after both devices' current streams, so default streams would serialise a ring.
         with torch.cuda.stream(streams[i]):
-            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
             # The delay lets all GPUs enqueue everything before the first byte moves.
             _cuda._sleep(4_000_000)
-            start.record()
-            for _ in range(_REPEATS):
-                buffers[j][1].copy_(buffers[i][0], non_blocking=True)
-            end.record()
-            events.append((start, end))
-    for i in buffers:
-        torch.cuda.synchronize(i)
-    slowest = max(start.elapsed_time(end) for start, end in events)
+            copy = partial(buffers[j][1].copy_, buffers[i][0], non_blocking=True)
+            events.append(recorded(copy, _REPEATS))
+    slowest = max(elapsed_ms(start, end) for start, end in events)
     return float(_PUSH_BYTES * _REPEATS / slowest / 1e6)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from flux._files import read_json
-from flux.bench import html
 from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench.report import TABLE_WIDTH, make_console, render
@@ -53,8 +52,8 @@ KINDS = (
 )
 
 
-def show_file(path: Path, picture: Path | None, report: Path | None = None) -> None:
-    """Prints a file; where it is a result of bench, draws it and writes its page.
+def show_file(path: Path, picture: Path | None) -> None:
+    """Prints a file; where it is a result of bench, draws it.
 
     Raises ValueError if it cannot be read, is not one of flux's files, or not whole.
     """
@@ -63,9 +62,8 @@ def show_file(path: Path, picture: Path | None, report: Path | None = None) -> N
     if kind is None:
         known = ", ".join(kind.name for kind in KINDS)
         raise ValueError(f"bench: --show expected {known}; {path} is none of these")
-    for option, target in (("--plot draws", picture), ("--html reports", report)):
-        if target is not None and kind is not _RESULT:
-            raise ValueError(f"bench: {option} results of bench, {path} has {kind.name}")
+    if picture is not None and kind is not _RESULT:
+        raise ValueError(f"bench: --plot draws results of bench, {path} has {kind.name}")
     console = make_console(least=TABLE_WIDTH)
     try:
         with console.capture() as text:  # print nothing if the file turns out to be truncated
@@ -78,6 +76,3 @@ def show_file(path: Path, picture: Path | None, report: Path | None = None) -> N
     if picture is not None:
         drawn = plots.plot(records.from_json(data), picture)
         console.print(f"picture: {drawn}", highlight=False, soft_wrap=True)
-    if report is not None:
-        written = html.write(records.from_json(data), report)
-        console.print(f"report: {written}", highlight=False, soft_wrap=True)

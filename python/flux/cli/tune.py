@@ -16,7 +16,7 @@ from flux.bench.model import FP8
 from flux.bench.report import make_console
 from flux.bench.runner import Settings
 from flux.cli import options
-from flux.cli.bench import choose
+from flux.cli.bench import Asked, choose
 from flux.cli.options import real, whole
 from flux.testing import SpawnError
 
@@ -24,6 +24,7 @@ _FILE = Path("flux-tuning.json")
 
 
 def command(
+    ctx: typer.Context,
     ops: Annotated[
         list[str] | None,
         typer.Argument(
@@ -71,9 +72,7 @@ def command(
     A run that was stopped goes on where it ended. Exit status 1 if a result is wrong, 2 if an option is.
     """
     with options.refusing():
-        settings = _settings(
-            list(ops or []), suite, list(model or []), trace, list(m or []), n, k, dtype, tp, cpu
-        )
+        settings = _settings(Asked.of({**ctx.params, "world": tp}), trace)
         settings = replace(
             settings,
             iters=iters or settings.iters,
@@ -98,26 +97,15 @@ def command(
         raise typer.Exit(1)
 
 
-def _settings(
-    ops: list[str],
-    suite: str | None,
-    models: list[str],
-    trace: Path | None,
-    m: list[int],
-    n: int | None,
-    k: int | None,
-    dtype: str | None,
-    tp: int | None,
-    cpu: bool,
-) -> Settings:
-    if unknown := [op for op in ops if op not in ("gemm", *tune.OPS)]:
-        raise ValueError(f"tune: op expected to be one of gemm, {', '.join(tune.OPS)}, got {unknown[0]!r}")
-    if trace is not None and (suite or models or m or n):
+def _settings(asked: Asked, trace: Path | None) -> Settings:
+    known = ("gemm", *tune.OPS)
+    if unknown := [op for op in asked.ops if op not in known]:
+        raise ValueError(f"tune: op expected to be one of {', '.join(known)}, got {unknown[0]!r}")
+    if trace is not None and (asked.suite or asked.model or asked.m or asked.n):
         raise ValueError("tune: --trace expected without other shapes")
-    shapes = {"suite": suite, "models": models, "m": m, "n": n, "k": k}
-    if dtype in ("fp8", FP8):
-        raise ValueError(f"tune: --dtype expected to be bf16, fp16 or fp32, got {dtype!r}")
-    settings = choose(ops, **shapes, dtype=dtype, world=tp, tp=tp, cpu=cpu)  # type: ignore[arg-type]
+    if asked.dtype in ("fp8", FP8):
+        raise ValueError(f"tune: --dtype expected to be bf16, fp16 or fp32, got {asked.dtype!r}")
+    settings = choose(asked)
     if trace is None:
         return settings
     problems = tune.traced(trace, settings.tp)

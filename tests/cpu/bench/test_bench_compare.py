@@ -1,4 +1,4 @@
-"""flux bench compare: rows better, worse and the same, without the drift of the machine."""
+"""flux compare: rows better, worse and the same, without the drift of the machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(path: Path, *rows: Row) -> str:
 )
 def test_verdicts(tmp_path: Path, after: Row, verdict: str, status: int) -> None:
     files = [written(tmp_path / "a.json", row(8, 1.0)), written(tmp_path / "b.json", after)]
-    result = CliRunner().invoke(app, ["bench", "compare", *files])
+    result = CliRunner().invoke(app, ["compare", *files])
     assert result.exit_code == status, result.output
     assert f"1 {verdict}" in result.output
 
@@ -58,7 +58,7 @@ def test_wrong_and_missing_rows(tmp_path: Path) -> None:
         written(tmp_path / "a.json", row(8, 1.0), row(16, 1.0), row(32, 1.0)),
         written(tmp_path / "b.json", row(8, 1.0), wrong, row(64, 1.0)),
     ]
-    result = CliRunner().invoke(app, ["bench", "compare", *files])
+    result = CliRunner().invoke(app, ["compare", *files])
     assert result.exit_code == 1 and "0 better, 0 worse, 1 same, 1 wrong" in result.output
     for arguments in (files[:1], [files[0], str(tmp_path / "none")], [files[0], written(tmp_path / "c")]):
-        assert CliRunner().invoke(app, ["bench", "compare", *arguments]).exit_code == 2
+        assert CliRunner().invoke(app, ["compare", *arguments]).exit_code == 2

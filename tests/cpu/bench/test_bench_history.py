@@ -24,7 +24,7 @@ def written(folder: Path, date: str, factor: float) -> Path:
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", "history", *map(str, arguments)])
+    return CliRunner().invoke(app, ["history", *map(str, arguments)])
 
 
 def test_rows_are_followed_by_date(tmp_path: Path) -> None:
@@ -70,12 +70,27 @@ def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "2026-01-01", 1.0)
     for arguments, words in (
-        ((), "history expected result files, got none"),
+        ((), "files"),
         ((tmp_path / "none",), "No such file"),
-        ((file, "--model", "gpt"), "history found no row"),
-        ((file, "--strict"), "history measures nothing, expected without --strict"),
+        ((file, "--model", "gpt"), "history: found no row"),
     ):
         refused = invoke(*arguments)
         assert refused.exit_code == 2 and words in refused.stderr, refused.output
-    compared = CliRunner().invoke(app, ["bench", "compare", str(file), str(file), "--m", "512"])
-    assert compared.exit_code == 2 and "expected without --m" in compared.stderr
+
+
+def test_the_old_spelling_still_works(tmp_path: Path) -> None:
+    file = str(written(tmp_path, "2026-01-01", 1.0))
+    for words, status, said in (
+        (
+            ["history", file, "--model", "large", "--m", "512"],
+            0,
+            "`flux bench history` is `flux history` now",
+        ),
+        (["compare", file, file], 0, "`flux bench compare` is `flux compare` now"),
+        (["history", file, "--strict"], 2, "history measures nothing, expected without --strict"),
+        (["compare", file, file, "--m", "512"], 2, "expected without --m"),
+    ):
+        shown = CliRunner().invoke(app, ["bench", *words])
+        assert shown.exit_code == status and said in shown.stderr and shown.stderr.count("\n") == 1, (
+            shown.output
+        )

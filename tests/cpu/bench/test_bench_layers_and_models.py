@@ -1,4 +1,4 @@
-"""The benchmarks of layers and of whole models: their rows, that a wrong gradient or sum is found, and that
+"""The benchmarks of layers: their rows, that a wrong gradient or sum is found, and that
 every candidate runs between CPU processes.
 """
 
@@ -29,7 +29,6 @@ from flux.testing import spawn
 from flux.testing.compare import agree, passed
 
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
-HAVE_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
 
 def rows_of(op: str, **options: Any) -> list[Any]:
@@ -40,7 +39,6 @@ def rows_of(op: str, **options: Any) -> list[Any]:
 
 def test_families_have_their_ops() -> None:
     assert FAMILIES["layer"] == ("layer_forward", "layer_training")
-    assert FAMILIES["e2e"] == ("e2e_prefill", "e2e_decode")
 
 
 def test_layer_rows() -> None:
@@ -58,16 +56,6 @@ def test_layer_rows() -> None:
     assert mixtral.n == 10240 and mixtral.on_wire(4, 2) == llama.on_wire(4, 2) // 2
     with pytest.raises(ValueError, match="divisible by the 3 ranks, got 2048"):
         llama.local(3)
-
-
-def test_model_rows() -> None:
-    assert [(row.model, row.m) for row in rows_of("e2e_decode")] == [
-        (model, m) for model in ("llama-3-8b", "llama-3-70b") for m in (16, 64)
-    ]
-    (row,) = rows_of("e2e_prefill", models=("llama-3-70b",), m=(2048,), layers=8)
-    assert row.variant == "8 layers" and row.local(4) == (2048, 7168, 8192)
-    assert row.on_wire(4, 2) == 8 * 2 * 2 * 3 * 2048 * 8192 * 2 // 4
-    assert [row.model for row in rows_of("e2e_prefill", cuda=False)] == ["tiny"]
 
 
 def test_agree_sees_what_rounding_is_not() -> None:
@@ -93,7 +81,7 @@ def context_of(rank: int, world_size: int) -> Context:
 
 
 def measured(family: str, context: Context) -> list[Row]:
-    rows = [row for op in FAMILIES[family] for row in rows_of(op, cuda=False, world=2, layers=2)]
+    rows = [row for op in FAMILIES[family] for row in rows_of(op, cuda=False, world=2)]
     settings = Settings(tuple(rows), "models", "cpu", 2, 2, "float32", iters=1, rounds=2)
     return [measure(row, context, CpuTimer(context.group), settings) for row in rows]
 
@@ -125,35 +113,6 @@ def test_layers_between_processes(tmp_path: Path) -> None:
         assert [t.role for t in row.times.values()] == ["flux", "gemm", "serial"]
     text = rendered(rows, tmp_path)
     assert "layer_training · 2 processes" in text and "speed-up over stock: geomean" in text
-
-
-def models(rank: int, world_size: int) -> list[Row]:
-    from flux.bench.cases import e2e
-
-    context = context_of(rank, world_size)
-    rows = measured("e2e", context)
-    (problem,) = rows_of("e2e_prefill", cuda=False, layers=2)
-    with (
-        torch.no_grad(),
-        mock.patch("flux.integrations.transformers.gemm_ar", lambda x, w, b, name: x @ w.t()),
-    ):
-        found = e2e.check(problem, context)
-    assert found.startswith("logits: off by"), found
-    return rows
-
-
-@pytest.mark.skipif(not HAVE_TRANSFORMERS, reason="needs transformers and accelerate")
-def test_models_between_processes(tmp_path: Path) -> None:
-    rows, _ = spawn(models, 2, backend="gloo", timeout_s=120)
-    assert [(row.op, row.m) for row in rows] == [("e2e_prefill", 32), ("e2e_decode", 4)]
-    for row in rows:
-        assert row.check.startswith("agrees to"), row.check
-        assert {name: t.role for name, t in row.times.items()} == {"flux": "flux", "transformers": "serial"}
-        assert row.plan is not None
-    text = rendered(rows, tmp_path)
-    assert "stock tokens/s" in text and "tiny 2 layers" in text
-    rate = 1e3 * 32 / rows[0].times["flux"].median
-    assert f"{rate:.0f}" in text
 
 
 def rendered(rows: list[Row], folder: Path) -> str:

@@ -189,4 +189,3 @@ def test_facts_of_rows() -> None:
     (whole,) = facts_of(row("gemm_ar", times, plan={"config": "", "way": "composed"}), tuned=True)
     assert whole.us == {"composed": 5.0, "torch": 11.0, "parts": 4.5}
     assert not list(facts_of(row("gemm_ar", times, check="rank 1: 3 of 512 wrong")))
-    assert not list(facts_of(row("e2e_decode", times)))

@@ -17,7 +17,7 @@ from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.cli import app, findings, links, verify_cases, verify_moe
 from flux.cli import bench as bench_cli
-from flux.cli.bench import choose
+from flux.cli.bench import Asked, choose
 from flux.cli.findings import Finding
 from flux.comm.group import reduce_scatter
 from flux.testing.compare import compare
@@ -31,9 +31,7 @@ _TINY = ["--cpu", "--world", "2", "--iters", "1", "--rounds", "2", "--dtype", "f
 
 
 def choose_cpu(ops: list[str], **changes: object) -> Settings:
-    options: dict[str, object] = dict.fromkeys(("suite", "n", "k", "dtype", "world", "tp"))
-    options |= {"models": [], "m": [], "cpu": True, **changes}
-    return choose(ops, **options)  # type: ignore[arg-type]
+    return choose(Asked.of({"ops": ops, "cpu": True, **changes}))
 
 
 def test_bench_two_processes(tmp_path: Path) -> None:
@@ -180,7 +178,7 @@ def test_defaults_without_a_gpu() -> None:
 
 
 def test_gemm_alone_may_have_another_tp() -> None:
-    settings = choose_cpu(["gemm"], world=1, tp=4, suite="default", models=["llama3-70b-attn"], m=[512])
+    settings = choose_cpu(["gemm"], world=1, tp=4, suite="default", model=["llama3-70b-attn"], m=[512])
     assert {p.local(settings.tp) for p in settings.problems} == {(512, 8192, 2048), (512, 2560, 8192)}
     both = choose_cpu(["gemm", "gemm_rs"], world=1, tp=4)
     assert {p.op for p in both.problems} == {"gemm"}
@@ -192,7 +190,7 @@ def test_gemm_alone_may_have_another_tp() -> None:
     [
         (["gem"], {}, "op expected to be one of gemm_rs, ag_gemm, gemm_ar, .* got 'gem'"),
         (["gemm_rs"], {"n": 64}, "--n and --k come together"),
-        (["gemm_rs"], {"models": ["x"]}, "model expected to be one of tiny-mlp"),
+        (["gemm_rs"], {"model": ["x"]}, "model expected to be one of tiny-mlp"),
         (["gemm_rs"], {"world": 1}, "nothing to measure: gemm_rs left out"),
         (["gemm_rs"], {"m": [63], "world": 2}, "m must be divisible by the 2 ranks, got m=63"),
         (["gemm_rs"], {"n": 64, "k": 63, "world": 2}, "k must be divisible by the 2 ranks, got k=63"),

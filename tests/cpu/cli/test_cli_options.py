@@ -68,7 +68,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --rounds x", "bench: --rounds expected a whole number of 1 or more, got 'x'"),
         ("bench --world 0", "bench: --world expected a whole number of 1 or more, got '0'"),
         ("bench --tp 0", "bench: --tp expected a whole number of 1 or more, got '0'"),
-        ("bench e2e --layers 0", "bench: --layers expected a whole number of 1 or more, got '0'"),
         ("bench --timeout nan", "bench: --timeout expected a number from 1 to 1000000, got 'nan'"),
         ("bench --timeout inf", "bench: --timeout expected a number from 1 to 1000000, got 'inf'"),
         ("bench --link 0", "bench: --link expected a number from 1 to 1000000, got '0'"),
@@ -77,7 +76,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --suite nope.toml", "bench: --suite nope.toml: suite file not found"),
         ("bench --cpu --model nope", "bench: --model expected to be one of tiny-mlp|got 'nope'"),
         ("bench moe --model nope", "bench: --model expected to be one of mixtral-8x7b|got 'nope'"),
-        ("bench e2e --model nope", "bench: --model expected to be one of llama-3-8b|got 'nope'"),
+        ("bench layer --model nope", "bench: --model expected to be one of llama-3-8b|got 'nope'"),
         ("bench --cpu --sustained", "--sustained expected with GPUs"),
         ("bench moe --cpu --imbalance -1", "--imbalance expected to be|from 0 to 1|or zipf or hot, got '-1'"),
         ("bench moe --cpu --imbalance nan", "--imbalance expected to be|got 'nan'"),
@@ -86,7 +85,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench moe --cpu --ep 3", "--ep expected to be a divisor of 4 ranks, got 3"),
         ("bench gemm_rs --cpu --ep 2", "bench: --ep expected with moe, got gemm_rs"),
         ("bench gemm_rs --cpu --imbalance 0", "bench: --imbalance expected with moe, got gemm_rs"),
-        ("bench --cpu --layers 2", "bench: --layers expected with e2e, got no op"),
         ("bench moe --cpu --suite cpu", "bench: --suite expected with ops that take no --model, got moe"),
         ("bench gemm_rs --n 8 --k 8 --model tiny-mlp", "bench: --model expected without --n and --k"),
         ("bench --cpu --link 100", "bench: --link expected with GPUs, got 100"),
@@ -116,20 +114,18 @@ def test_what_all_ops_miss_is_said_once() -> None:
 
 def test_what_a_suite_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = bench_cli.choose(
-        ["gemm_rs", "gemm_ar", "gemm_ar"],
-        **dict.fromkeys(("n", "k", "dtype", "world", "tp")),  # type: ignore[arg-type]
-        suite="decode",
-        models=["llama3-8b-o"] * 2,
-        m=[8, 8],
-        cpu=True,
+        bench_cli.Asked.of(
+            {
+                "ops": ["gemm_rs", "gemm_ar", "gemm_ar"],
+                "suite": "decode",
+                "model": ["llama3-8b-o"] * 2,
+                "m": [8, 8],
+                "cpu": True,
+            }
+        )
     )
     assert settings.skipped == ("gemm_rs left out: suite decode has no shape for it",)
     assert [(problem.op, problem.m) for problem in settings.problems] == [("gemm_ar", 8)]
-
-
-def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cli, "find_spec", lambda name: None if name == "accelerate" else name)
-    assert "bench: e2e needs accelerate, which is not installed" in refusal("bench e2e --cpu")
 
 
 @pytest.mark.parametrize(

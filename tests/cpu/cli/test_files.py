@@ -338,10 +338,10 @@ def hostile_files() -> Iterator[Any]:
 
 @pytest.mark.parametrize("document", list(hostile_files()))
 def test_hostile_files_move_no_cursor_and_raise_nothing(document: Any, tmp_path: Path) -> None:
-    file, page, picture = tmp_path / "f.json", tmp_path / "f.html", tmp_path / "f.png"
+    file, picture = tmp_path / "f.json", tmp_path / "f.png"
     file.write_text(json.dumps(document))
     is_result = "suite" in document and "rows" in document
-    for more in ([], ["--html", str(page)], ["--plot", str(picture)])[: 3 if is_result else 1]:
+    for more in ([], ["--plot", str(picture)])[: 2 if is_result else 1]:
         done = CliRunner().invoke(app, ["bench", "--show", str(file), *more])
         assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
         assert done.exit_code == 0 or (done.exit_code == 2 and len(done.stderr.splitlines()) == 1), (
@@ -350,9 +350,6 @@ def test_hostile_files_move_no_cursor_and_raise_nothing(document: Any, tmp_path:
         assert not CONTROL.search(done.output), CONTROL.search(done.output)
         if done.exit_code == 0 and not is_result and "[link=" in file.read_text():
             assert "[link=file:///x]a[/link]" in done.output.replace("\n", ""), "text, and no link"
-    if page.exists():
-        text = page.read_text()
-        assert not CONTROL.search(text) and "<b>&" not in text and "&lt;b&gt;" in text
 
 
 def test_a_hostile_suite(tmp_path: Path) -> None:
@@ -374,9 +371,7 @@ def test_a_hostile_suite(tmp_path: Path) -> None:
 OPENS = {
     "_files.py": "One reader",
     "bench/plot.py": "`--plot`",
-    "bench/cases/e2e.py": "`flux-bench-…`",
     "bench/suites/__init__.py": "`flux bench --suite`",
-    "cli/estimate.py": "`/proc/meminfo`",
     "cli/history.py": "`--plot`",
     "cli/options.py": "a name that nobody can guess",  # tries whether a target can be written
     "cli/verify_log.py": "`flux-verify-…`",

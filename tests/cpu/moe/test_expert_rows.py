@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -169,28 +168,3 @@ def test_torch_sees_what_operators_do() -> None:
         given = (grad, product.detach(), OFFSETS, scores, activation)
         torch.library.opcheck(ops.moe_finish_activation.default, given)
         torch.library.opcheck(ops.moe_activation_grad.default, (grad, product.detach(), OFFSETS, activation))
-
-
-def test_what_is_timed_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both candidates of a step give the same, from as many bytes as are told."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    timed = importlib.import_module("expert_rows")
-    monkeypatch.setattr(timed, "DEVICE", "cpu")
-    used, room, hidden, inner = 6, 9, 16, 24
-    with torch.no_grad(), kernels_on_cpus() as ran:
-        found = {
-            name: (size, kernel(), formula())
-            for name, size, kernel, formula in timed.problem(used, room, hidden, inner)
-        }
-    assert set(ran) == {"gather", "activate", "finish", "activation_grad", "finish_activation"} == set(found)
-    sizes = {name: size // 2 for name, (size, *_) in found.items()}
-    assert sizes == {
-        "gather": 2 * used * hidden,
-        "activate": 3 * used * inner,
-        "finish": 3 * used * inner + (room - used) * inner,
-        "activation_grad": 5 * used * inner,
-        "finish_activation": 6 * used * inner,
-    }
-    for name in ("gather", "activate", "activation_grad"):
-        _, by_kernel, by_torch = found[name]
-        torch.testing.assert_close(by_kernel[:used], by_torch[:used], rtol=2**-7, atol=1e-6)

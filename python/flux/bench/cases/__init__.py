@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flux.bench.cases import e2e, gemm, layer, moe, moe_ctas, moe_mlp, quantize, ranks
+from flux.bench.cases import gemm, layer, moe, moe_mlp, quantize, ranks
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem, Request
 
@@ -69,18 +69,9 @@ OPS: dict[str, OpSpec] = {
     "moe_layer0": OpSpec(moe, scaled=True),
     "moe_layer1": OpSpec(moe, scaled=True),
     "moe_mlp": OpSpec(moe_mlp),
-    "moe_ctas": OpSpec(moe_ctas),
     "layer_forward": OpSpec(layer),
     "layer_training": OpSpec(layer),
-    "e2e_prefill": OpSpec(e2e, deals_rows=False),
-    "e2e_decode": OpSpec(e2e, deals_rows=False),
 }
-
-# Ops that compare flux only with itself. Not in a family, whose tables show the gain of fusing.
-_STUDIES = ("moe_ctas",)
 
 # Names for several ops at once.
-FAMILIES = {
-    family: tuple(op for op in OPS if op.startswith(f"{family}_") and op not in _STUDIES)
-    for family in ("moe", "layer", "e2e")
-}
+FAMILIES = {family: tuple(op for op in OPS if op.startswith(f"{family}_")) for family in ("moe", "layer")}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flux import peers as packages
 from flux.bench.model import in_way
-from flux.bench.timing import Call, all_max
+from flux.bench.timing import Call, all_max, captured
 from flux.comm import registry
 from flux.measured.times import Tuning
 from flux.plan.choose import ways_of
@@ -107,7 +107,9 @@ class Lineup:
                 for weight in weights:
                     step(weight)
 
-        replay = captured(burst, self.context, inside)
+        replay: Call = burst
+        if self.context.cuda:
+            replay, _ = captured(burst, self.context.device, inside)
         return Candidate(name, role, replay, len(weights) * repeats, lambda: step(weights[0]))
 
     def add(self, name: str, role: str, step: Step, weights: Sequence[Any] = ()) -> None:
@@ -151,27 +153,6 @@ def rotating(weights: Sequence[T], call: Callable[[T], object]) -> Call:
         return call(weights[position])
 
     return rotate
-
-
-def captured(burst: Call, context: Context, inside: packages.Inside = nullcontext) -> Call:
-    if not context.cuda:
-        return burst
-    burst()  # allocations, module loading and rendezvous, which a graph cannot capture
-    torch.cuda.synchronize(context.device)
-    graph = torch.cuda.CUDAGraph()
-    # thread_local, because NCCL's watchdog thread queries events during the capture.
-    with inside(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        burst()
-    return graph.replay
-
-
-def capturable(call: Call, context: Context) -> tuple[Call, str]:
-    """The replay of a call from a CUDA graph, or the call itself and why it cannot be captured.
-
-    All ranks agree on which.
-    """
-    replay, error = tried(lambda: captured(call, context), context)
-    return replay or call, error
 
 
 def tried(make: Callable[[], T], context: Context) -> tuple[T | None, str]:

@@ -4,7 +4,6 @@ also against other packages and against bf16.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from flux.bench.cases.operands import (
     step_of,
     values,
 )
-from flux.bench.cases.peers import of_packages
 from flux.bench.cases.plans import explained, packed_choices, plan_dict
 from flux.bench.cases.ranks import canonical
 from flux.bench.model import FP8, IN_16_BITS
@@ -54,13 +52,12 @@ def _add_others(problem: Problem, given: Operands, lineup: Lineup) -> None:
 
 
 def prepare(problem: Problem, context: Context) -> Lineup:
-    m, n, k = sizes = problem.local(context.tp)
+    m, n, k = problem.local(context.tp)
     given, lineup = _begun(problem, context)
     ours = torch.empty(m, n, dtype=context.dtype, device=context.device)
     lineup.add("flux", "flux", step_of(flux.gemm, given.x, out=ours))
     _add_others(problem, given, lineup)
     if isinstance(given.x, Tensor):
-        of_packages(lineup, "gemm", sizes, given.x, partial(check_op, problem, context))
         if context.cuda:
             lineup.plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype))
         return lineup

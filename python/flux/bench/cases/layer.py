@@ -35,22 +35,19 @@ Tensor = torch.Tensor
 @dataclass(frozen=True)
 class Model:
     """key_values: features of the keys, and as many of the values. ffn: of the MLP, 0 for a model whose MLP
-    is a mixture of experts, which `bench moe` measures. head: features of an attention head. vocabulary: of
-    whole models (e2e), a small one.
+    is a mixture of experts, which `bench moe` measures.
     """
 
     hidden: int
     key_values: int
     ffn: int
-    head: int = 128
-    vocabulary: int = 32768
 
 
 MODELS = {
     "llama-3-8b": Model(4096, 1024, 14336),
     "llama-3-70b": Model(8192, 1024, 28672),
     "mixtral-8x7b": Model(4096, 1024, 0),
-    "tiny": Model(128, 64, 256, 16, 256),
+    "tiny": Model(128, 64, 256),
 }
 
 

@@ -139,7 +139,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def problem(op: str, model: str, m: int, ep_size: int = 1, **load: Any) -> MoeProblem:
-    """The row of a model by name; op is one of the family "moe", or "moe_ctas"; load: what MoeProblem says of
+    """The row of a model by name; op is one of the family "moe"; load: what MoeProblem says of
     loads.
     """
     one_of(model, MODELS)

@@ -1,5 +1,5 @@
-"""Routing and both layers of experts with SwiGLU in one call, against pipelines of collectives or packages'
-all-to-alls and grouped GEMMs, and against packages that fuse all of it.
+"""Routing and both layers of experts with SwiGLU in one call, against pipelines of collectives or
+all-to-alls and grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import flux
-from flux import peers as packages
 from flux.bench.cases import moe
 from flux.bench.cases.common import Candidate, Context, Lineup
-from flux.bench.cases.moe_peers import Transport, collective, exchanges, grouped_mm
+from flux.bench.cases.moe_peers import Transport, collective, exchange, grouped_mm
 from flux.bench.cases.operands import gathering, normal, values
-from flux.bench.cases.peers import installed
 from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
 from flux.moe import reference
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
-from flux.testing.compare import agree, require
+from flux.testing.compare import agree
 
 _ACTIVATION = "swiglu"
 _CHECK_COLUMNS = 256  # of a token and of an expert; tokens, experts and layout are those of the row
@@ -102,20 +100,5 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     total = x.new_empty(routing.max_tokens, x.shape[1])
     usual = collective(gathering(x, context), total, routing, context)
     lineup.candidates.append(pipeline(by_torch, "grouped_mm", usual))
-    others = packages.EXCHANGES | packages.PAIRED
-    exchanges(lineup, x, x, routing, others, partial(pipeline, by_flux, "flux.grouped_gemm"))
-
-    def fused(name: str) -> Candidate:
-        sizes = (*x.shape, problem.experts, problem.top_k)
-        layer = packages.LAYERS[name][1](context, *sizes)
-        rounded = weights.to(x.dtype)
-
-        def call() -> Tensor:
-            return layer(x, ids, rounded, w1, w2)
-
-        require(agree({"result": call()}, {"result": ours()[: x.shape[0]]}))
-        return Candidate(name, "peer", call)
-
-    if problem.ep_size == context.world_size:
-        installed(lineup, packages.LAYERS, fused)
+    exchange(lineup, x, routing, partial(pipeline, by_flux, "flux.grouped_gemm"))
     return lineup

@@ -5,7 +5,7 @@ The peers know how many rows there are: in a model they would have to ask the GP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux import peers as packages
 from flux.bench.cases.common import (
     Candidate,
     Context,
@@ -23,11 +22,10 @@ from flux.bench.cases.common import (
     tried,
 )
 from flux.bench.cases.operands import Operand, Scaled, gathering, moved, values
-from flux.bench.cases.peers import installed
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
-from flux.testing.compare import agree, compare, first_wrong, require
+from flux.testing.compare import agree, require
 
 grouped_mm: Any = torch._grouped_mm
 Tensor = torch.Tensor
@@ -160,37 +158,26 @@ def collective(
     return Transport(collectives(context), "serial", lambda: _selected(gather(), rows), behind)
 
 
-def exchanges(
+def exchange(
     lineup: Lineup,
     own: Operand,
-    like: Operand,
     routing: flux.moe.Routing,
-    kind: Mapping[str, tuple[str, Any]],
     make: Callable[[Transport], Candidate],
 ) -> None:
-    """Candidates with expert parallelism, by all-to-alls of torch and of a kind of packages. like: what
-    travels.
-    """
+    """The candidate with expert parallelism by all-to-alls."""
     if routing.ep_size < lineup.context.world_size:
         return
-    parts = Parts.of(routing, lineup.context)
-    lineup.candidates.append(make(parts.transport("all-to-all", own, parts.dispatch, parts.combine)))
-
-    def of_package(name: str) -> Candidate:
-        return make(parts.transport(name, own, *parts.opened(name, values(like), lineup.context)))
-
-    installed(lineup, kind, of_package)
+    lineup.candidates.append(make(Parts.of(routing, lineup.context).transport(own)))
 
 
 def layer(lineup: Lineup, first: bool, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
-    """The peers of a layer: each grouped GEMM alone, with the collective, and with all-to-alls, of which
-    those of packages take no fp8.
+    """The peers of a layer: each grouped GEMM alone, with the collective, and with all-to-alls.
 
     first: tokens travel, and are multiplied; else what is multiplied is summed, and travels.
     """
     context, scatter, limit = lineup.context, reduce_scatter(), routing.max_tokens
     total = values(x).new_empty(limit, values(weight).shape[1], dtype=context.dtype)
-    own = like = x if first else total
+    own = x if first else total
     if first and isinstance(x, Scaled):
         # NCCL gathers what is contiguous. The scale of a tensor is each rank's own: it goes with every row.
         scale = x.scale.expand(len(x.q), 1) if x.of_all else x.scale
@@ -214,8 +201,7 @@ def layer(lineup: Lineup, first: bool, x: Operand, weight: Operand, routing: flu
         lineup.add_call(each.name, "gemm", partial(each.product, rows))
         if each.in_pipelines:
             lineup.candidates.append(pipeline(each, usual))
-            kind = packages.EXCHANGES if isinstance(weight, Tensor) else {}
-            exchanges(lineup, own, like, routing, kind, partial(pipeline, each))
+            exchange(lineup, own, routing, partial(pipeline, each))
 
 
 def _selected(x: Operand, rows: Tensor) -> Operand:
@@ -259,24 +245,15 @@ class Parts:
         ones = torch.ones_like(returned, dtype=torch.float32)
         return cls(group, sent, sizes, rows, positions, weights, returned, ones)
 
-    def transport(self, name: str, own: Operand, dispatch: Move, combine: Move) -> Transport:
+    def transport(self, own: Operand) -> Transport:
         """Of own tokens, whose sums have the type of the rows of the last grouped GEMM."""
 
         def behind(made: Tensor) -> Tensor:
-            return combine(weighted_sum(made, self.positions, self.weights)[0].to(made.dtype))
+            return self.combine(weighted_sum(made, self.positions, self.weights)[0].to(made.dtype))
 
-        return Transport(name, "peer", lambda: _selected(moved(own, dispatch), self.rows), behind)
-
-    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Move, Move]:
-        """Dispatch and combine of a package, for rows like those of x, which have given the right results."""
-        goes = self.returned[0, : x.shape[0]] >= 0
-        dispatch, combine = (packages.EXCHANGES | packages.PAIRED)[name][1](context, goes, x.shape[1])
-        marks = torch.arange(x.numel(), device=x.device).view(x.shape) % 31 - 15
-        mine = (marks + context.rank).to(x.dtype)
-        arrived = dispatch(mine)
-        home = self.combine(self.dispatch(mine))[: x.shape[0]]
-        require(first_wrong([compare(arrived, self.dispatch(mine)), compare(combine(arrived), home)]))
-        return dispatch, combine
+        return Transport(
+            "all-to-all", "peer", lambda: _selected(moved(own, self.dispatch), self.rows), behind
+        )
 
     def dispatch(self, x: Tensor) -> Tensor:
         """x [tokens, K] of this rank -> [arriving, K]"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,32 +33,6 @@ def async_tp(lineup: Lineup, fused: Step) -> None:
         return Candidate("async-TP", "peer", call)
 
     lineup.attempt("async-TP", enabled)
-
-
-def installed(lineup: Lineup, kind: Mapping[str, tuple[str, Any]], make: Callable[[str], Candidate]) -> None:
-    """Candidates of the packages of a kind (flux.peers) that are installed."""
-    for name in packages.here(kind):
-        lineup.attempt(name, functools.partial(make, name))
-
-
-def of_packages(
-    lineup: Lineup,
-    op: str,
-    sizes: tuple[int, int, int],
-    x: Tensor,
-    exact: Callable[[packages.Product], str],
-) -> None:
-    """Installed packages' ways to do `op`. sizes: m, n, k of a rank's GEMM. exact: compares what a peer
-    computes, as `compare` says it.
-    """
-    kind = packages.PRODUCTS.get(op, {})
-
-    def opened(name: str) -> Candidate:
-        call = kind[name][1](lineup.context, *sizes)
-        require(exact(call))
-        return Candidate(name, "peer", rotating(lineup.weights, lambda w: call(x, w)))
-
-    installed(lineup, kind, opened)
 
 
 def _opened(
@@ -103,7 +77,8 @@ def other_all_reduces(
 
         return lineup.made(f"{prefix}{peer}", "peer", step, inside=inside)
 
-    installed(lineup, packages.PEERS, of_package)
+    for peer in packages.here():
+        lineup.attempt(peer, functools.partial(of_package, peer))
     if not context.cuda:
         return
     name = context.ranks.group_name

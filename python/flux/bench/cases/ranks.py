@@ -36,7 +36,7 @@ from flux.bench.cases.operands import (
     step_of,
     values,
 )
-from flux.bench.cases.peers import async_tp, of_packages, other_all_reduces
+from flux.bench.cases.peers import async_tp, other_all_reduces
 from flux.bench.cases.plans import explained, kernel_plan, packed_choices, plan_dict
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
@@ -193,7 +193,6 @@ def _others(problem: Problem, lineup: Lineup, given: Operands, job: Job, ours: C
         unfused(lineup, OURS, job)
     else:
         _own_parts(op, lineup, job)
-        of_packages(lineup, op, problem.local(context.tp), job.x, partial(check_op, problem, context))
     if context.cuda and scales != "block" and op in ASYNC_TP:
         name = context.ranks.group_name
         async_tp(lineup, partial(ASYNC_TP[op], job.x, group=name, dtype=context.dtype))

@@ -69,7 +69,7 @@ def one_of(name: str, known: Collection[str], where: str = "", option: str = "--
 class Request:
     """What rows a user wants of an op whose rows are those of models and not of a suite.
 
-    models, m, imbalance, ep: empty for the op's own choice. world: processes. layers: of a whole model.
+    models, m, imbalance, ep: empty for the op's own choice. world: processes.
     """
 
     op: str
@@ -79,7 +79,6 @@ class Request:
     m: tuple[int, ...] = ()
     imbalance: tuple[str, ...] = ()
     ep: tuple[int, ...] = ()
-    layers: int = 4
 
     def pick(self, known: Sequence[str]) -> tuple[str, ...]:
         """The names of the wanted models: by default all real ones, or on CPUs the tiny one.
