@@ -34,9 +34,10 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
   const ScaleKinds kinds = cases::draw_kinds(random, promotes && random.below(3) > 0);
   if (kinds.blocks()) shape.k = cases::ceil_div(shape.k, cases::kScaleBlock) * cases::kScaleBlock;
   const DType x_dtype = promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3;
-  const DType dtype = random.below(3) == 0   ? DType::kFloat16
+  const DType drawn = random.below(3) == 0   ? DType::kFloat16
                       : random.below(3) == 0 ? DType::kFloat32
                                              : DType::kBFloat16;
+  const DType dtype = seed % 4 == 2 ? DType::kFloat32 : drawn;
   const bool with_bias = random.below(2) == 0, fast = !promotes || (!kinds.blocks() && random.below(2) == 0);
   cases::describe(name + ", " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
                   std::to_string(shape.k) + ", " + kinds.name() + (x_dtype == DType::kE5M2 ? "e5m2, " : "") +
