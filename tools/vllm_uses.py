@@ -1,4 +1,4 @@
-"""Looks up in wheels of vLLM what flux uses of it (flux.integrations.vllm.uses), without installing them.
+"""Looks up in wheels of vLLM what flux uses of it (required_names.py), without installing them.
 
     python tools/vllm_uses.py vllm-0.33.0-….whl …
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from flux.integrations.vllm.uses import USES, Use
+from flux.integrations.vllm.required_names import NAMES, Name
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -34,7 +34,7 @@ class Wheel:
     def _names(self) -> set[str]:
         return set(self._archive.namelist())
 
-    def lacks(self, use: Use) -> str | None:
+    def lacks(self, use: Name) -> str | None:
         """What of a use the wheel does not have, or None."""
         first, *rest = use.name.split(".")
         found = self._find(use.module, first)
@@ -132,7 +132,7 @@ def table(wheels: list[Wheel]) -> str:
     """The Markdown table: names with the versions that have them."""
     rows = ["| part | name | in |", "|---|---|---|"]
     versions = [wheel.version for wheel in wheels]
-    for use in USES:
+    for use in NAMES:
         have = [wheel.version for wheel in wheels if wheel.lacks(use) is None]
         found = "all" if have == versions else ", ".join(have) or "none"
         rows.append(f"| {use.part} | `{use.path}` | {found} |")
@@ -144,7 +144,7 @@ def main(paths: list[str]) -> int:
         map(Wheel, map(Path, paths)), key=lambda wheel: [int(n) for n in wheel.version.split(".")]
     )
     print(table(wheels))
-    needed = [use for use in USES if use.part != "optional"]
+    needed = [use for use in NAMES if use.part != "optional"]
     lost = [f"{use.path}: no {what}" for use in needed if (what := wheels[-1].lacks(use)) is not None]
     for line in lost:
         print(f"{wheels[-1].version} lacks {line}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flux.integrations.vllm.uses import USES, Use
+from flux.integrations.vllm.required_names import NAMES, Name
 
 ROOT = Path(__file__).parents[2]
 spec: Any = importlib.util.spec_from_file_location("vllm_uses", ROOT / "tools" / "vllm_uses.py")
@@ -67,14 +67,14 @@ def test_what_a_wheel_lacks(
 ) -> None:
     found = tool.Wheel(wheel(tmp_path, "0.40.0+cpu"))
     assert found.version == "0.40.0"
-    assert found.lacks(Use("layers", module, name, parameters, sets)) == lack
+    assert found.lacks(Name("layers", module, name, parameters, sets)) == lack
 
 
 def test_the_newest_wheel_must_have_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uses = (Use("layers", "vllm.envs", "TIMEOUT"), Use("optional", "vllm.envs", "OLD"))
-    monkeypatch.setattr(tool, "USES", uses)
+    uses = (Name("layers", "vllm.envs", "TIMEOUT"), Name("optional", "vllm.envs", "OLD"))
+    monkeypatch.setattr(tool, "NAMES", uses)
     newest = wheel(tmp_path, "0.40.0")
     older = wheel(tmp_path, "0.9.0", {**SOURCES, "vllm/envs.py": "OLD = 1"})
     assert tool.main([str(newest), str(older)]) == 0
@@ -89,4 +89,4 @@ def test_the_newest_wheel_must_have_all(
 def test_the_page_names_all_that_is_used() -> None:
     page = (ROOT / "docs" / "design" / "vllm.md").read_text()
     listed = [line for line in page.splitlines() if line.startswith("|") and "`vllm." in line]
-    assert [line.split("`")[1] for line in listed] == [use.path for use in USES]
+    assert [line.split("`")[1] for line in listed] == [use.path for use in NAMES]

@@ -25,7 +25,7 @@ import tiny_models
 from tiny_models import LAYERS
 from vllm_workers import KINDS
 
-from flux.integrations.vllm import uses
+from flux.integrations.vllm import required_names
 
 TOLERANCE = 1e-5
 # In quantised models a last bit can round one number to another of its 8 bits, which moves what comes behind
@@ -381,7 +381,7 @@ def _calls(first: dict[str, int], later: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", ["layers", "sequence", "fp8", "MoE", "worker"])
 def test_it_has_what_flux_uses(part: str) -> None:
-    assert uses.missing(part) is None
+    assert required_names.missing(part) is None
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name.replace(" ", "_"))  # as -k can name them

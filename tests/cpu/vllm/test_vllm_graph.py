@@ -15,9 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_stand_in import define_all_reduce, define_norm
 
 import flux
+from flux.integrations.vllm import fuse_norm_gemm as fuse
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm import op, products
-from flux.integrations.vllm.products import serve_products
+from flux.integrations.vllm import op
+from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
 from flux.testing import spawn
 
 
@@ -209,7 +210,7 @@ def test_products_behind_norms(dtype: torch.dtype, case: str, monkeypatch: pytes
         return silu * others, {"product is used": product, "gate is used": silu}.get(case, norm)
 
     if case == "large":
-        monkeypatch.setattr(products, "_MOST_BYTES", 32 * 24 * dtype.itemsize - 1)
+        monkeypatch.setattr(fuse, "_MOST_BYTES", 32 * 24 * dtype.itemsize - 1)
     k = {"transposed": 32, "router": 257}.get(case, 24)
     norm, weight = torch.randn(5, k).to(dtype), torch.randn(32, k).to(dtype)
     traced = make_fx(layer, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(norm, weight)
@@ -223,7 +224,7 @@ def test_products_behind_norms(dtype: torch.dtype, case: str, monkeypatch: pytes
         of_flux.meta["val"] = given.meta["val"]
     first.update_arg(0, of_flux)
     found = {"swiglu": (1, 1), "transposed": (0, 0), "router": (0, 0), "large": (0, 0)}.get(case, (1, 0))
-    assert serve_products(graph) == found
+    assert fuse_norm_gemm(graph) == found
     graph.lint()
     of_flux.replace_all_uses_with(given)
     graph.eliminate_dead_code()

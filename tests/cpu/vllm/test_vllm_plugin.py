@@ -23,7 +23,7 @@ from flux import _env
 from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import op, thresholds, trial
+from flux.integrations.vllm import op, smoke_test, thresholds
 from flux.integrations.vllm import report as reports
 from flux.ops import explain
 from flux.testing import spawn
@@ -205,7 +205,7 @@ def test_a_version_is_known_by_what_it_has(
     lack: str,
 ) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
-    monkeypatch.setattr(trial, "failure", lambda version: None)
+    monkeypatch.setattr(smoke_test, "failure", lambda version: None)
     names = {
         "a class": "vllm.model_executor.layers.linear.UnquantizedLinearMethod",
         "a method": "vllm.config.VllmConfig.compute_hash",
@@ -238,7 +238,7 @@ def test_an_unknown_version_that_fails_its_trial_is_not_served(
     vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.34.0")
-    monkeypatch.setattr(trial, "failure", lambda version: f"{version} does something else")
+    monkeypatch.setattr(smoke_test, "failure", lambda version: f"{version} does something else")
     plugin.register()
     assert registry(vllm) == {}
     (line,) = (record.message for record in caplog.records)

@@ -40,12 +40,12 @@ class Pass:
             "count_sharded": self.sharded,
             "unfuse": 3,
             "drop_products": None,
-            "join_pairs": 2,
+            "fuse_sum_norm_gemm": 2,
             "fuse_norm": 2,
             "count_kept": 4,
             "fuse_quantisation": 1,
             "drop_marks": None,
-            "serve_products": (3, 1),
+            "fuse_norm_gemm": (3, 1),
         }
         with contextlib.ExitStack() as stack:
             module = "flux.integrations.vllm.compiled"
@@ -69,7 +69,7 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("count_sharded",),
         ("unfuse", 8192),
         ("drop_products", 65),
-        ("join_pairs", 65),
+        ("fuse_sum_norm_gemm", 65),
         ("fuse_norm", 65),
         ("count_kept",),
         ("fuse_quantisation",),
@@ -82,12 +82,12 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("count_sharded",),
         ("unfuse", 0),
         ("drop_products", 1),
-        ("join_pairs", 1),
+        ("fuse_sum_norm_gemm", 1),
         ("fuse_norm", 1),
         ("count_kept",),
         ("fuse_quantisation",),
         ("drop_marks",),
-        ("serve_products",),
+        ("fuse_norm_gemm",),
     ]
     once = "flux 4 linear layers, 2 with norm, vLLM 3"
     assert reports.report.ranges == {

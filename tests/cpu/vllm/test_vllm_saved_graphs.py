@@ -20,9 +20,9 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
+from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
+from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
 from flux.integrations.vllm.graph import value
-from flux.integrations.vllm.pairs import join_pairs
-from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
 from flux.testing import spawn
@@ -164,7 +164,7 @@ def fp8_layers_in_each_range(load: Load) -> None:
             given_back = sum(graphs.unfuse(piece, end) for piece in pieces)
             for piece in pieces:
                 graphs.drop_products(piece, start)
-                assert join_pairs(piece, start) == 0, "fp8 stays apart"
+                assert fuse_sum_norm_gemm(piece, start) == 0, "fp8 stays apart"
                 graphs.fuse_norm(piece, start)
                 fuse_quantisation(piece)
                 drop_marks(piece)
@@ -288,8 +288,8 @@ def large_batches_stay_sequence_parallel(load: Load) -> None:
         # The norm behind the last sum is for the head, and experts take own rows.
         behind = count(pieces, "norm_gather_linear") if model == "qwen3" else 0
         assert behind == (2 * LAYERS - 1 if model == "qwen3" else 0)
-        assert sum(join_pairs(piece, SEQUENCE_FROM - 1) for piece in pieces) == 0
-        assert sum(join_pairs(piece, SEQUENCE_FROM) for piece in pieces) == behind, model
+        assert sum(fuse_sum_norm_gemm(piece, SEQUENCE_FROM - 1) for piece in pieces) == 0
+        assert sum(fuse_sum_norm_gemm(piece, SEQUENCE_FROM) for piece in pieces) == behind, model
         assert counts(pieces, "scatter_norm_gather") == [behind]
         for piece in pieces:
             piece.lint()
@@ -297,7 +297,7 @@ def large_batches_stay_sequence_parallel(load: Load) -> None:
 
 def products_behind_norms_are_served(pieces: list[fx.Graph]) -> None:
     """Those of gate_up, with SwiGLU, and of the next layer's qkv. The head is in no graph."""
-    found = [serve_products(piece) for piece in pieces]
+    found = [fuse_norm_gemm(piece) for piece in pieces]
     assert [sum(each) for each in zip(*found, strict=True)] == [2 * LAYERS - 1, LAYERS]
     assert count(pieces, "linear_behind_norm") == 2 * LAYERS - 1
     assert (

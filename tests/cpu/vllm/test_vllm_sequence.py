@@ -19,7 +19,7 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm, ex
 import flux
 from flux.integrations.vllm import expert_rows, rows, sequence
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm.pairs import join_pairs
+from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
 from flux.integrations.vllm.unshard import unshard
 from flux.ops import add_norm
 from flux.testing import spawn
@@ -373,9 +373,9 @@ def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
         module = sharded(stock)[0]
         graph = after_gradients(module, m)
         given = [each for each in inputs(module.graph, x, w) if isinstance(each, torch.Tensor)]
-        if join_pairs(graph, FROM - 1):
+        if fuse_sum_norm_gemm(graph, FROM - 1):
             wrong.append(f"{form}: pairs that are not sequence parallel in all of a range")
-        joined = join_pairs(graph, FROM)
+        joined = fuse_sum_norm_gemm(graph, FROM)
         graph.lint()
         left = targets(graph)
         if (joined, left["linear_scatter"], left.get("norm_gather_linear", 0)) != (pairs, alone, 0):

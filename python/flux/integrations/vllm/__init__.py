@@ -1,5 +1,5 @@
 """Plugin for vLLM: row-parallel linear layers and their all-reduce run as flux.gemm_ar, and what vLLM's own
-sequence-parallel passes fuse as flux.gemm_rs and flux.ag_gemm; if asked for, experts with flux.moe.
+sequence-parallel passes fuse as flux.gemm_rs and flux.ag_gemm, and experts as flux.moe.
 
 vLLM calls :func:`register` in every process that it starts, through the entry point "vllm.general_plugins";
 nothing of vLLM is imported before. docs/vllm.md describes what is served, and when.
@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 from importlib import metadata
 
-from flux.integrations.vllm import uses
+from flux.integrations.vllm import required_names
 from flux.integrations.vllm.report import setting, tell
 
 __all__ = ["register"]
@@ -24,9 +24,9 @@ def register() -> None:
     times.
 
     Leaves MoE layers alone with FLUX_VLLM_MOE=off, and does nothing with FLUX_VLLM=off. Does nothing but warn
-    with a vLLM that lacks something flux uses (uses.py), with an unknown version that fails a trial
-    (trial.py), or where another plugin has replaced these layers already. A setting that means nothing counts
-    as not set. Raises nothing, and touches no GPU.
+    with a vLLM that lacks something flux uses (required_names.py), with an unknown version that fails a test
+    (smoke_test.py), or where another plugin has replaced these layers already. A setting that means nothing
+    counts as not set. Raises nothing, and touches no GPU.
 
     Example::
 
@@ -62,7 +62,7 @@ def register() -> None:
 
 def _has(part: str) -> bool:
     """Whether the installed vLLM has what a part of the plugin uses."""
-    lack = uses.missing(part)
+    lack = required_names.missing(part)
     if lack is not None:
         tell(f"vLLM {installed_version()} does not fit ({part}): {lack}", logging.WARNING)
     return lack is None
@@ -83,9 +83,9 @@ def _why_not_here() -> str | None:
     version = installed_version()
     if not version:
         return "vLLM is not installed"
-    lack = uses.missing("layers")
+    lack = required_names.missing("layers")
     if lack is None:
-        from flux.integrations.vllm import trial
+        from flux.integrations.vllm import smoke_test
 
-        lack = trial.failure(version)
+        lack = smoke_test.failure(version)
     return None if lack is None else f"flux does not fit vLLM {version}: {lack}"

@@ -23,7 +23,9 @@ from vllm.config import VllmConfig
 import flux
 from flux import _invariance
 from flux.fp8.scales import Scaling
-from flux.integrations.vllm import uses
+from flux.integrations.vllm import required_names
+from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
+from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -33,8 +35,6 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
-from flux.integrations.vllm.pairs import join_pairs
-from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
@@ -91,14 +91,14 @@ class FluxPass(InductorPass):  # type: ignore[misc]
             counts[kind] += count
         counts["given back"] += unfuse(graph, 0 if names else end)
         drop_products(graph, start)
-        join_pairs(graph, start)
+        fuse_sum_norm_gemm(graph, start)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
         if end <= SERVED_TOKENS and not _invariance.active():
-            served, gated = serve_products(graph)
+            served, gated = fuse_norm_gemm(graph)
             counts["products"] += served
             counts["gated"] += gated
         report.ranges[start, end] = _told(counts, names)
@@ -108,8 +108,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         rules = f"{sums} {self.few_over_fusion} {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
-        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, join_pairs)
-        steps = (*ours, fuse_quantisation, drop_marks, serve_products)
+        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, fuse_sum_norm_gemm)
+        steps = (*ours, fuse_quantisation, drop_marks, fuse_norm_gemm)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -144,7 +144,7 @@ def install() -> None:
         manager.passes.insert(0, FluxPass(manager.passes))
 
     PostGradPassManager.configure = configure_with_flux
-    if uses.missing("sequence") is None:
+    if required_names.missing("sequence") is None:
         _shard_models()
 
 

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from flux import _invariance
 from flux.fp8.scales import Scaling
-from flux.integrations.vllm import compiled, uses
+from flux.integrations.vllm import compiled, required_names
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import NEVER, report
@@ -198,7 +198,7 @@ def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
         return
     name = type(layer.quant_method).__name__
     yield f"weights are quantised ({name})", name not in _FP8_METHODS
-    lack = uses.missing("fp8")
+    lack = required_names.missing("fp8")
     yield f"weights are fp8, and vLLM does not fit: {lack}", lack is not None
     from flux.integrations.vllm import fp8
 

@@ -22,7 +22,7 @@ _TRANSPOSED = (_aten.permute.default, _aten.t.default)
 _CONVERTED: Any = torch.ops.prims.convert_element_type.default
 
 
-def serve_products(graph: fx.Graph) -> tuple[int, int]:
+def fuse_norm_gemm(graph: fx.Graph) -> tuple[int, int]:
     """Makes products of a norm of linear_all_reduce_norm with a weight, and the SwiGLU behind them,
     linear_behind_norm. Returns how many there were, and how many of them had a SwiGLU.
     """

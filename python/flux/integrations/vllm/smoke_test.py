@@ -1,5 +1,5 @@
-"""A trial of versions of vLLM that flux has not been run with: whether operators with the names that flux
-knows (uses.py) also do what it takes for granted.
+"""A smoke test of versions of vLLM that flux has not been run with: whether operators with the names that
+flux knows (required_names.py) also do what it takes for granted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def failure(version: str) -> str | None:
             import_module("vllm.ir.ops.layernorm")
         return _norm_differs() or _graphs_differ()
     except Exception as error:  # whatever another version raises: vLLM goes on without flux
-        return f"a trial raised {type(error).__name__}: {error}"
+        return f"a smoke test raised {type(error).__name__}: {error}"
 
 
 def _norm_differs() -> str | None:

@@ -20,7 +20,7 @@ from flux.integrations.vllm.graph import argument_of, call
 _ours: Any = torch.ops.flux_vllm
 
 
-def join_pairs(graph: fx.Graph, start: int) -> int:
+def fuse_sum_norm_gemm(graph: fx.Graph, start: int) -> int:
     """Joins the pairs of a piece that are sequence parallel from `start` tokens on or before. Returns how
     many there were. Those with fp8 weights stay two operators.
     """

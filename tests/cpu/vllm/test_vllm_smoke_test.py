@@ -1,4 +1,4 @@
-"""The trial of versions of vLLM that flux has not been run with (flux.integrations.vllm.trial)."""
+"""The smoke test of versions of vLLM that flux has not been run with (flux.integrations.vllm.smoke_test)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm_stand_in import define_all_reduce, define_norm, stand_in
 
-from flux.integrations.vllm import graph, trial
+from flux.integrations.vllm import graph, smoke_test
 from flux.ops.gemm_ar import row_norm
 from flux.testing import spawn
 
@@ -36,12 +36,12 @@ def define_vllms_norm() -> Any:
 
 
 def failure(rank: int, world_size: int, *defined: Callable[[], Any]) -> str | None:
-    """What the trial finds where these operators are defined."""
+    """What the test finds where these operators are defined."""
     libraries = [define() for define in defined]
     with mock.patch.dict(sys.modules, stand_in()):
         for known in ("0.26.0", "0.33.1+cpu"):
-            assert trial.failure(known) is None
-        found = [trial.failure(version) for version in ("0.34.0", "0.3.3", "1.0.dev5", "main")]
+            assert smoke_test.failure(known) is None
+        found = [smoke_test.failure(version) for version in ("0.34.0", "0.3.3", "1.0.dev5", "main")]
     del libraries
     assert found == found[:1] * len(found)
     return found[0]
@@ -67,7 +67,9 @@ def test_a_norm_with_other_results_is_found() -> None:
 
 def test_a_version_without_the_sum_is_found() -> None:
     found = tried(define_vllms_norm)
-    assert found is not None and found.startswith("a trial raised AttributeError") and "all_reduce" in found
+    assert (
+        found is not None and found.startswith("a smoke test raised AttributeError") and "all_reduce" in found
+    )
 
 
 @pytest.mark.parametrize("broken", ["fuse_norm", "unfuse"])
@@ -77,7 +79,7 @@ def test_graphs_that_flux_cannot_rewrite_are_found(broken: str) -> None:
 
 
 def failure_with(rank: int, world_size: int, broken: str) -> str | None:
-    """What the trial finds if a rewrite finds nothing."""
+    """What the test finds if a rewrite finds nothing."""
     assert hasattr(graph, broken)
-    with mock.patch.object(trial, broken, lambda *arguments: 0):
+    with mock.patch.object(smoke_test, broken, lambda *arguments: 0):
         return failure(rank, world_size, define_all_reduce, define_vllms_norm)
