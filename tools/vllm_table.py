@@ -2,7 +2,7 @@
 
     python tools/vllm_table.py
 
-Asks what the plugin asks (flux.integrations.vllm.forecast), for GPUs like those that were measured.
+Asks what the plugin asks (flux.integrations.vllm.predict), for GPUs like those that were measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from flux.integrations.vllm.forecast import FUSED_BY_VLLM_BYTES, MOST_TOKENS, Model, ranges
+from flux.integrations.vllm.predict import FUSED_BY_VLLM_BYTES, MOST_TOKENS, Model, predict
 from flux.integrations.vllm.thresholds import MEASURED_GPU
 
 # What the plugin did before it asked for measurements.
@@ -40,12 +40,16 @@ def before(model: Model, ranks: int) -> list[tuple[int, str]]:
     return [(1, "vLLM")] + ([(start, "gemm_ar")] if not model.quantised and start <= MOST_TOKENS else [])
 
 
+def _now(model: Model, ranks: int) -> list[tuple[int, str]]:
+    return predict(model, ranks, MEASURED_GPU).runs
+
+
 def table() -> str:
     """The Markdown table."""
     lines = ["| model | ranks | now | before |", "|---|---|---|---|"]
     for model in MODELS:
         for ranks in FUSED_BY_VLLM_BYTES:
-            now, then = (_cell(found) for found in (ranges(model, ranks, MEASURED_GPU), before(model, ranks)))
+            now, then = (_cell(found) for found in (_now(model, ranks), before(model, ranks)))
             lines.append(f"| {model.name} | {ranks} | {now} | {then} |")
     return "\n".join(lines)
 
@@ -56,7 +60,7 @@ def quantised() -> str:
     with mock.patch.dict(os.environ, ASKED):
         for model in MODELS:
             for ranks in FUSED_BY_VLLM_BYTES if model.quantised else ():
-                lines.append(f"| {model.name} | {ranks} | {_cell(ranges(model, ranks, MEASURED_GPU))} |")
+                lines.append(f"| {model.name} | {ranks} | {_cell(_now(model, ranks))} |")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flux.integrations.vllm import forecast, thresholds
+from flux.integrations.vllm import predict, thresholds
 
 ROOT = Path(__file__).parents[2]
 spec: Any = importlib.util.spec_from_file_location("vllm_table", ROOT / "tools" / "vllm_table.py")
@@ -37,7 +37,7 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sums of vLLM's experts are sharded, too, but its layers take the host longer.
     assert ranges(experts) == [(1, "vLLM"), (129, "gemm_ar"), (1605, "sequence parallel")]
     # Without vLLM's fusion, flux sums what no GEMM of its makes, up to what was measured.
-    monkeypatch.setattr(forecast, "FUSED_BY_VLLM_BYTES", {})
+    monkeypatch.setattr(predict, "FUSED_BY_VLLM_BYTES", {})
     assert ranges(experts) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar"), (1605, "sequence parallel")]
     quantised = tool.Model("", 8192, 8192, 28672, quantised="awq")
     assert ranges(quantised) == [(1, "all_reduce"), (129, "vLLM")]
@@ -51,5 +51,5 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranges(fp8) == [(1, "vLLM"), (256, "gemm_ar"), (2048, "sequence parallel")]
 
 
-def ranges(model: forecast.Model) -> list[tuple[int, str]]:
-    return forecast.ranges(model, 4, thresholds.MEASURED_GPU)
+def ranges(model: predict.Model) -> list[tuple[int, str]]:
+    return predict.predict(model, 4, thresholds.MEASURED_GPU).runs

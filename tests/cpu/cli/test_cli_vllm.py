@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from flux.cli import app, vllm
-from flux.integrations.vllm import forecast
+from flux.integrations.vllm import predict
 
 LLAMA = {
     "model_type": "llama",
@@ -178,7 +178,7 @@ def test_a_model_of_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert vllm.model("someone/a-llama") == forecast.Model("someone/a-llama", 8192, 8192, 28672, expert=28672)
+    assert vllm.model("someone/a-llama") == predict.Model("someone/a-llama", 8192, 8192, 28672, expert=28672)
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"model_type": "resnet"}'])

@@ -23,7 +23,7 @@ from flux import _env
 from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import op, smoke_test, thresholds
+from flux.integrations.vllm import op, ranges, smoke_test
 from flux.integrations.vllm import report as reports
 from flux.ops import explain
 from flux.testing import spawn
@@ -404,7 +404,7 @@ def test_batch_invariant(
         row_parallel(vllm, WEIGHT)
         row_parallel(vllm, WEIGHT, quant_method=object())
     assert config.compilation_config.compile_ranges_endpoints == [512]
-    assert sys.modules["flux.integrations.vllm.compiled"]._sums == {}
+    assert sys.modules["flux.integrations.vllm.layer"].rules.sums == {}
     served = {("row-parallel linear [16, 8]", 1, "batch invariant"): 1}
     assert reports.report.served == (served if kept else {})
     off = "VLLM_BATCH_INVARIANT is set, and FLUX_BATCH_INVARIANT is off"
@@ -420,7 +420,7 @@ def rows_that_differ(rank: int, world_size: int) -> list[str]:
     x, weight = (torch.randn(rows, 96, generator=generator) for rows in (40, 64))
     residual, norm_weight = torch.ones(40, 64), torch.ones(64)
     with flux.batch_invariant():
-        begins, _ = thresholds.from_tokens(64, 96, x.dtype, world_size, x.device)
+        begins = ranges.ranges_on(x.device, ranges.Layer(64, 96, world_size, 4)).begin
         run = lambda rows: op.linear_all_reduce(x[rows], weight, None, begins, group, "tp:0")  # noqa: E731
         normed = lambda rows: torch.ops.flux_vllm.linear_all_reduce_norm(  # noqa: E731
             x[rows], weight, None, residual[rows], norm_weight, 1e-5, group

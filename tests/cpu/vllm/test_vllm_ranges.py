@@ -13,6 +13,7 @@ import torch
 import vllm_stand_in as stand_in
 
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import predict
 from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.sequence import Sharded
@@ -111,27 +112,29 @@ def test_layers_are_kept_where_vllm_would_fuse(
     """In ranges that begin where all kinds of layers may be kept. vLLM's fusion applies to 1 to 64."""
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
     plugin.register()
-    from flux.integrations.vllm import compiled, layer
+    from flux.integrations.vllm import layer, ranges
 
     config = stand_in.configuration()
-    begins = iter((8, 2, 16))
-    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: next(begins))
-    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: range(1, 8))
-    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+    monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: range(1, 8))
+    layer.rules.linear_only = True
+
+    def build(many: int) -> None:
+        monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: many)
+        row_parallel(vllm, WEIGHT)
 
     def given_back(start: int, end: int) -> list[Any]:
         return [told for told in Pass(vllm)(start, end) if told[0] in ("unshard", "unfuse")]
 
     with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT)
+        build(8)
         assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)], "flux keeps what begins there"
         assert given_back(4, 64) == [("unshard", None), ("unfuse", 0)]
-        row_parallel(vllm, WEIGHT)
+        build(2)
         assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)]
-        row_parallel(vllm, WEIGHT)
+        build(16)
     assert given_back(8, 64) == [("unshard", None), ("unfuse", 0)], "one kind stays vLLM's"
     assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
-    compiled._is_measured_kind[0] = False
+    layer.rules.linear_only = False
     assert given_back(16, 64) == [("unshard", None), ("unfuse", 0)], "of such models none was measured"
     assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 64, 512]
 
@@ -142,33 +145,35 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
     """In ranges within the numbers of tokens with which all kinds of layers may be kept."""
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "1")
     plugin.register()
-    from flux.integrations.vllm import compiled, layer
+    from flux.integrations.vllm import layer, ranges
 
     config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * 64)
-    few = iter((range(1, 7), range(1, 21), range(4, 6), range(0), range(1, 101)))
-    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 32)
-    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: next(few))
-    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+    monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 32)
+    layer.rules.linear_only = True
+
+    def build(few: range) -> None:
+        monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: few)
+        row_parallel(vllm, WEIGHT)
 
     def unfused(start: int, end: int) -> int:
         (found,) = [told[1] for told in Pass(vllm)(start, end) if told[0] == "unfuse"]
         return int(found)
 
     with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT)
+        build(range(1, 7))
         assert [unfused(1, 6), unfused(1, 7), unfused(7, 31), unfused(32, 64)] == [6, 0, 0, 64]
-        row_parallel(vllm, WEIGHT)
+        build(range(1, 21))
         assert [unfused(1, 6), unfused(1, 20)] == [6, 0], "one kind stays vLLM's"
-        compiled._is_measured_kind[0] = False
+        layer.rules.linear_only = False
         assert unfused(1, 6) == 0, "of such models none was measured"
-        compiled._is_measured_kind[0] = True
-        row_parallel(vllm, WEIGHT)
+        layer.rules.linear_only = True
+        build(range(4, 6))
         assert [unfused(1, 3), unfused(3, 5), unfused(4, 5), unfused(4, 6)] == [0, 0, 5, 0]
-        row_parallel(vllm, WEIGHT)
+        build(range(0))
         assert unfused(4, 5) == 0
         endpoints = config.compilation_config.compile_ranges_endpoints
         assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
-        row_parallel(vllm, WEIGHT)
+        build(range(1, 101))
         assert config.compilation_config.compile_ranges_endpoints == endpoints, "100 are no end: vLLM's is 64"
 
 
@@ -199,15 +204,39 @@ def test_no_range_begins_where_both_sides_are_vllms(
     """
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "9")
     plugin.register()
-    from flux.integrations.vllm import layer
+    from flux.integrations.vllm import ranges
 
-    monkeypatch.setattr(layer, "sums", lambda ranks, device: (3, BYTES_OF_A_ROW * 100))
-    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 400)
-    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: few)
+    monkeypatch.setattr(ranges, "sums", lambda *layer: (3, BYTES_OF_A_ROW * 100))
+    monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 400)
+    monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: few)
     config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * fused, is_moe=is_moe)
     with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
         row_parallel(vllm, WEIGHT)
     assert config.compilation_config.compile_ranges_endpoints == expected
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"MIN_TOKENS": "9"}, {"SEQUENCE": "32"}, {"SEQUENCE": "off"}])
+def test_what_is_predicted_of_a_model_is_what_its_layers_do(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    is_moe: bool,
+) -> None:
+    """`flux doctor --vllm` sees sizes of a model, layers see vLLM's configuration."""
+    for name, value in settings.items():
+        monkeypatch.setenv(f"FLUX_VLLM_{name}", value)
+    plugin.register()
+    from flux.integrations.vllm import layer
+
+    config = stand_in.configuration(fused_bytes=predict.FUSED_BY_VLLM_BYTES[2], is_moe=is_moe)
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, torch.ones(16, 8, dtype=torch.bfloat16))
+    model = predict.Model("", 16, 16, 0, experts=is_moe)
+    found = predict.predict(model, 2, torch.device("cpu"))
+    assert layer.rules.kinds == {found.layers["o_proj"][1]}
+    (ranges,) = layer.rules.kinds
+    assert found.sequence == ranges.sequence and (found.few, found.many) == (ranges.few, ranges.many)
 
 
 def test_vllms_own_sequence_parallelism_comes_first(
@@ -215,10 +244,10 @@ def test_vllms_own_sequence_parallelism_comes_first(
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
     plugin.register()
-    from flux.integrations.vllm import compiled, layer
+    from flux.integrations.vllm import layer, ranges
 
-    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 1)
-    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+    monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 1)
+    layer.rules.linear_only = True
     row_parallel(vllm, WEIGHT)
     ours = Pass(vllm)
     assert ("unfuse", 64) in ours(8, 64)
@@ -305,10 +334,10 @@ def test_sums_of_layers_that_stay_vllms(
     if case == "layer":
         monkeypatch.setenv("FLUX_VLLM", "layer")
     plugin.register()
-    from flux.integrations.vllm import compiled, layer
+    from flux.integrations.vllm import layer, ranges
 
     nbytes = 0 if case == "not measured" else 4 * 16 * 100
-    monkeypatch.setattr(layer, "sums", lambda ranks, device: (3, nbytes))
+    monkeypatch.setattr(ranges, "sums", lambda *layer: (3, nbytes))
     if case == "unfused":
         op_of_sums = "all_reduce_norm"
         monkeypatch.setattr(
@@ -325,11 +354,11 @@ def test_sums_of_layers_that_stay_vllms(
         row_parallel(vllm, WEIGHT, **changes)
     endpoints = config.compilation_config.compile_ranges_endpoints
     if case in ("quantised", "served"):
-        assert compiled._sums == {"tp:0": SumRule("7", 3, nbytes)}
+        assert layer.rules.sums == {"tp:0": SumRule("7", 3, nbytes)}
         assert endpoints == ([2, 8, 64, 100, 512] if case == "served" else [2, 100, 512])
         assert len(Pass(vllm).passes) == 3
     else:
-        assert compiled._sums == {} and endpoints == [512]
+        assert layer.rules.sums == {} and endpoints == [512]
 
 
 @pytest.mark.parametrize(
@@ -365,9 +394,9 @@ def test_models_become_sequence_parallel_before_they_are_split(
         backend = vllm["vllm.compilation.backends"].VllmBackend(config)
         assert backend(model, []) is model
     assert shard.called == (setting != "off")
-    from flux.integrations.vllm import compiled
+    from flux.integrations.vllm import layer
 
-    assert compiled._is_measured_kind == [setting == "9" and not others]
+    assert layer.rules.linear_only == (setting == "9" and not others)
     assert model.recompile.called == (setting == "9")
     with mock.patch("flux.integrations.vllm.compiled.shard", return_value=Sharded(0, why_not="a reason")):
         vllm["vllm.compilation.backends"].VllmBackend(config)(mock.Mock(), [])  # a draft model

@@ -15,25 +15,14 @@ import torch
 
 from flux import _log
 from flux.integrations.vllm import thresholds
+from flux.integrations.vllm.ranges import Layer, Ranges, Settings, over_fusion, ranges_of, ranges_on
 from flux.integrations.vllm.report import NEVER
-from flux.integrations.vllm.thresholds import (
-    Decode,
-    Measured,
-    Prefill,
-    Row,
-    Sum,
-    decide,
-    few_over_fusion,
-    from_tokens,
-    over_fusion_from,
-    sequence_from,
-    sums,
-    up_to_bytes,
-)
+from flux.integrations.vllm.thresholds import Decode, Measured, Prefill, Row, Sum
 from flux.measured import files
 from flux.measured.machine import Machine
 
-BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = (4096, 2048, 2)
 
 
 def rows(*speedups: float, ranks: int = 2, n: int = 4096, k: int = 2048) -> list[Row]:
@@ -61,25 +50,27 @@ def rows(*speedups: float, ranks: int = 2, n: int = 4096, k: int = 2048) -> list
     ],
 )
 def test_decision(measured: list[Row], tokens: int) -> None:
-    assert decide(4096, 2048, BF16, 2, measured, "measured")[0] == tokens
+    assert ranges_of(Layer(*SHAPE), Measured(tuple(measured), ()), Settings()).begin == tokens
+
+
+def decide(measured: list[Row], **layer: Any) -> tuple[int, str]:
+    found = ranges_of(Layer(*SHAPE, **layer), Measured(tuple(measured), (), source="here"), Settings())
+    return found.begin, found.why
 
 
 def test_reasons() -> None:
-    assert decide(4096, 1024, BF16, 2, rows(1.3), "measured in x") == (
-        1,
-        "measured in x, weight [4096, 2048]",
-    )
-    assert decide(4096, 1024, BF16, 8, rows(1.3), "")[1] == "no measurement of 8 such GPUs: only large sums"
+    assert decide(rows(1.3)) == (1, "here, weight [4096, 2048]")
+    assert decide(rows(1.3, ranks=8))[1] == "no measurement of 2 such GPUs: only large sums"
 
 
 def test_fp8() -> None:
     """Measurements of other operands say nothing of it, and nothing is assumed of large sums."""
     fp8 = [Row(2, 4096, 2048, 16**i, speedup, "row") for i, speedup in enumerate((0.9, 1.2, 1.1))]
     bf16, why = rows(1.3, 1.3), "fp8 with block scales was not measured on 2 such GPUs"
-    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here", "row") == (16, "here, weight [4096, 2048]")
-    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here", "block") == (NEVER, why)
-    assert decide(4096, 2048, BF16, 2, bf16 + fp8[:1], "here", "row")[0] == NEVER
-    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here")[0] == 1
+    assert decide(bf16 + fp8, scales="row") == (16, "here, weight [4096, 2048]")
+    assert decide(bf16 + fp8, scales="block") == (NEVER, why)
+    assert decide(bf16 + fp8[:1], scales="row")[0] == NEVER
+    assert decide(bf16 + fp8)[0] == 1
 
 
 def written(path: Path, *rows: dict[str, Any], **machine: Any) -> Path:
@@ -100,14 +91,13 @@ def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = written(tmp_path / "tuning.json", of_fp8[0])
     for name in ("MIN_TOKENS", "SEQUENCE"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-    assert sequence_from(4096, BF16, 2, CPU, "row") is None
+    row, block = Layer(*SHAPE, scales="row"), Layer(*SHAPE, scales="block")
+    assert not ranges_on(CPU, row).any
     monkeypatch.setenv("FLUX_VLLM_TUNING", str(path))
-    assert from_tokens(4096, 2048, BF16, 2, CPU, scales="row")[0] == 8
-    assert from_tokens(4096, 2048, BF16, 2, CPU, scales="block")[0] == NEVER
-    assert sequence_from(4096, BF16, 2, CPU, "row") == 3210
-    assert sequence_from(4096, BF16, 2, CPU, "block") is None
+    assert (ranges_on(CPU, row).begin, ranges_on(CPU, row).sequence) == (8, 3210)
+    assert not ranges_on(CPU, block).any
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "64")
-    assert sequence_from(4096, BF16, 2, CPU, "block") == 64
+    assert ranges_on(CPU, block).sequence == 64
 
 
 @pytest.mark.parametrize(
@@ -122,19 +112,12 @@ def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ([], NEVER),
     ],
 )
-def test_where_vllm_would_fuse(
-    monkeypatch: pytest.MonkeyPatch, prefills: list[tuple[int, int, float]], tokens: int
-) -> None:
+def test_where_vllm_would_fuse(prefills: list[tuple[int, int, float]], tokens: int) -> None:
     """Sequence-parallel batches, if a model of about that size was measured to be faster."""
-    for name in ("SEQUENCE", "TUNING"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-    known = tuple(Prefill(*each) for each in prefills)
-    measured = Measured(tuple(rows(1.1)), (), known)
-    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
-    assert over_fusion_from(4096, BF16, 2, CPU) == tokens
-    assert over_fusion_from(4096, BF16, 2, CPU, "row") == NEVER, "of fp8 no model was measured"
-    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
-    assert over_fusion_from(4096, BF16, 2, CPU) == NEVER
+    measured = Measured(tuple(rows(1.1)), (), tuple(Prefill(*each) for each in prefills))
+    assert ranges_of(Layer(*SHAPE), measured, Settings()).many == tokens
+    assert ranges_of(Layer(*SHAPE, scales="row"), measured, Settings(sequence=9)).many == NEVER
+    assert ranges_of(Layer(*SHAPE), measured, Settings(sequence=0)).many == NEVER
 
 
 @pytest.mark.parametrize(
@@ -159,28 +142,82 @@ def test_where_vllm_would_fuse(
     ],
 )
 def test_with_how_few_tokens_where_vllm_would_fuse(
-    monkeypatch: pytest.MonkeyPatch, decodes: list[tuple[int, int, int, float]], tokens: range
+    decodes: list[tuple[int, int, int, float]], tokens: range
 ) -> None:
-    for name in ("SEQUENCE", "TUNING"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     measured = Measured(tuple(rows(1.1)), (), (), tuple(Decode(*each) for each in decodes))
-    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
-    assert few_over_fusion(4096, 1, BF16, 2, CPU) == tokens
-    assert few_over_fusion(4096, 1, BF16, 2, CPU, "row") == range(0), "of fp8 no model was measured"
-    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
-    assert few_over_fusion(4096, 1, BF16, 2, CPU) == range(0)
+    assert ranges_of(Layer(*SHAPE), measured, Settings()).few == tokens
+    assert ranges_of(Layer(*SHAPE, scales="row"), measured, Settings(sequence=9)).few == range(0)
+    assert ranges_of(Layer(*SHAPE), measured, Settings(sequence=0)).few == range(0)
 
 
-def test_a_layer_that_begins_later_than_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_begins_later_than_few_tokens() -> None:
     """The measured model had such layers, too; of one that only has about its size nothing is known."""
-    for name in ("SEQUENCE", "TUNING"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     measured = Measured(tuple(rows(1.1)), (), (), (Decode(2, 4096, 16, 1.1), Decode(2, 4096, 64, 1.1)))
-    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
-    for n in (4096, 5120):
-        assert few_over_fusion(n, 16, BF16, 2, CPU) == range(16, 65)
-    assert few_over_fusion(4096, 17, BF16, 2, CPU) == range(16, 65)
-    assert few_over_fusion(5120, 17, BF16, 2, CPU) == range(0)
+    for n, begin, few in ((4096, 16, range(16, 65)), (5120, 16, range(16, 65)), (4096, 17, range(16, 65))):
+        assert ranges_of(Layer(n, 2048, 2), measured, Settings(begin)).few == few
+    assert ranges_of(Layer(5120, 2048, 2), measured, Settings(17)).few == range(0)
+
+
+FUSED = Measured(
+    tuple(rows(1.1)),
+    (Sum(2, 64 * 8192, 1.2),),
+    (Prefill(2, 4096, 1.1),),
+    (Decode(2, 4096, 1, 1.1), Decode(2, 4096, 64, 1.1)),
+    "here",
+)
+WHY, FEW = "here, weight [4096, 2048]", range(1, 65)
+BY_DEFAULT = Ranges(1, WHY, 1536, FEW, 1536, 0, FEW, FEW, 64 * 8192)
+NOT_OVER_FUSION: dict[str, Any] = {"few": range(0), "many": NEVER}
+NEVER_SEQUENCE: dict[str, Any] = {"sequence": None, **NOT_OVER_FUSION}
+NOTHING_BEHIND: dict[str, Any] = {"behind": range(0)}
+UNMEASURED = "fp8 with row scales was not measured on 2 such GPUs"
+FROM_9: dict[str, Any] = {"behind": range(9, 65), "sums": range(9, 8193), "sum_bytes": 64 << 20}
+HOST = "eager calls of fewer are bound by the host"
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "begin", "why", "changes"),
+    [
+        ({}, {}, 1, WHY, {}),
+        ({"fused": 8192}, {}, 1, WHY, {"fused": 8192}),
+        ({"fused": 32}, {}, 1, WHY, {"fused": 32, "few": range(1, 33)}),
+        ({}, {"min_tokens": 9}, 9, "FLUX_VLLM_MIN_TOKENS", {**FROM_9}),
+        ({}, {"sequence": 32}, 1, WHY, {"sequence": 32, "many": 32, **NOTHING_BEHIND}),
+        ({}, {"sequence": 0}, 1, WHY, NEVER_SEQUENCE),
+        ({"scatters": False}, {}, 1, WHY, NEVER_SEQUENCE),
+        ({"experts": True}, {}, 1, WHY, {"sequence": 3210, **NOT_OVER_FUSION}),
+        ({"eager": True}, {"sequence": 32}, 256, HOST, NEVER_SEQUENCE | NOTHING_BEHIND),
+        ({"scales": "row"}, {}, NEVER, UNMEASURED, NEVER_SEQUENCE | NOTHING_BEHIND),
+        (
+            {},
+            {"invariant": True, "min_tokens": 9, "sequence": 9},
+            1,
+            "batch invariant",
+            {"sums": range(1, 1), "sum_bytes": 0, **NEVER_SEQUENCE, **NOTHING_BEHIND},
+        ),
+    ],
+)
+def test_all_that_is_decided_of_a_layer(
+    layer: dict[str, Any], settings: dict[str, Any], begin: int, why: str, changes: dict[str, Any]
+) -> None:
+    expected = replace(BY_DEFAULT, begin=begin, why=why, **changes)
+    assert ranges_of(Layer(*SHAPE, **layer), FUSED, Settings(**settings)) == expected
+
+
+def test_all_kinds_of_layers_are_kept_where_vllm_fuses_or_none() -> None:
+    assert over_fusion([]) == (range(0), NEVER)
+    assert over_fusion([BY_DEFAULT, replace(BY_DEFAULT, few=range(4, 99), many=2000)]) == (range(4, 65), 2000)
+    few, many = over_fusion([BY_DEFAULT, replace(BY_DEFAULT, few=range(0), many=NEVER)])
+    assert not few and many == NEVER
+
+
+@pytest.mark.parametrize("fused", [0, 30, 100, 8192])
+def test_where_ranges_begin(fused: int) -> None:
+    """Where the layer begins, few tokens end, and many begin; not where both sides are vLLM's."""
+    assert replace(BY_DEFAULT, fused=fused).starts() == {1, 65, 1536}
+    late = replace(BY_DEFAULT, begin=9, few=range(0), behind=range(9, 65), fused=fused)
+    assert late.starts() == {0, 1536, *(at for at in (9, 65) if at > fused)}
+    assert late.starts_of_sums() == {at for at in (1, 65) if at > fused}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +232,8 @@ def test_a_layer_that_begins_later_than_few_tokens(monkeypatch: pytest.MonkeyPat
 )
 def test_how_large_a_sum(measured: list[tuple[int, float]], nbytes: int) -> None:
     others = [Sum(4, 9000, 2.0)]
-    assert up_to_bytes(2, [*others, *(Sum(2, *each) for each in measured)]) == nbytes
+    known = Measured((), (*others, *(Sum(2, *each) for each in measured)))
+    assert ranges_of(Layer(1, 1, 2, 1), known, Settings()).sum_bytes == nbytes
 
 
 H200 = Machine("sm_90", 132, 1980.0, 4916.7, 478.1)
@@ -219,13 +257,12 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(
     ((shipped, _),) = files.of_vllm()
     for same in (shipped, H200, replace(H200, memory_gb_per_s=4800.0), replace(H200, link_gb_per_s=None)):
         with on(same):
-            tokens, why = from_tokens(4096, 2048, BF16, 2, GPU)
-            assert tokens < 256 and "measured on such GPUs" in why
-            assert from_tokens(4096, 2048, BF16, 2, GPU, eager=True)[0] == 256
-            assert from_tokens(4096, 2048, BF16, 3, GPU)[0] == 1536
-            assert sums(2, GPU)[0] == 1 and 1 << 20 < sums(2, GPU)[1] < 12 << 20
-            assert sums(3, GPU) == (1, 0)
-            assert over_fusion_from(4096, BF16, 2, GPU) < NEVER
+            found = ranges_on(GPU, Layer(*SHAPE))
+            assert found.begin < 256 and "measured on such GPUs" in found.why
+            assert ranges_on(GPU, Layer(*SHAPE, eager=True)).begin == 256
+            assert found.sums.start == 1 and 1 << 20 < found.sum_bytes < 12 << 20 and found.many < NEVER
+            others = ranges_on(GPU, Layer(4096, 2048, 3))
+            assert (others.begin, others.sum_bytes) == (1536, 0)
     for other, words in (
         (H100, "memory_gb_per_s 4916.7, not 3352.3"),
         (replace(H200, arch="sm_100"), "arch sm_90, not sm_100"),
@@ -236,17 +273,14 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(
         caplog.clear()
         _log._said.clear()
         with on(other), caplog.at_level("INFO", "vllm.flux"):
-            assert from_tokens(4096, 2048, BF16, 2, GPU) == (
-                1536,
-                "no measurement of 2 such GPUs: only large sums",
-            )
-            assert sums(2, GPU) == (1, 0) and over_fusion_from(4096, BF16, 2, GPU) == NEVER
-            assert few_over_fusion(4096, 1, BF16, 2, GPU) == range(0)
-            assert sequence_from(8192, BF16, 2, GPU) == 1536, "twice as large sums"
+            found = ranges_on(GPU, Layer(*SHAPE))
+            assert (found.begin, found.why) == (1536, "no measurement of 2 such GPUs: only large sums")
+            assert (found.sum_bytes, found.few, found.many) == (0, range(0), NEVER)
+            assert ranges_on(GPU, Layer(8192, 2048, 2)).sequence == 1536, "twice as large sums"
         (line,) = [record.message for record in caplog.records]
         assert f"no measurements of such GPUs: those that flux has are of others ({words})" in line
-    assert from_tokens(4096, 2048, torch.float32, 2, CPU)[0] == 768
-    assert from_tokens(4096, 2048, BF16, 2, thresholds.MEASURED_GPU)[0] < 256
+    assert ranges_on(CPU, Layer(*SHAPE, itemsize=4)).begin == 768
+    assert ranges_on(thresholds.MEASURED_GPU, Layer(*SHAPE)).begin < 256
 
 
 def test_a_result_of_another_machine_is_not_used(
@@ -261,8 +295,8 @@ def test_a_result_of_another_machine_is_not_used(
     for own, here, used in ((file, H100, True), (file, H200, False), (older, H200, True)):
         monkeypatch.setenv("FLUX_VLLM_TUNING", str(own))
         with on(here):
-            tokens, why = from_tokens(4096, 2048, BF16, 2, GPU)
-            assert (tokens == 8 and str(own) in why) == used, why
+            found = ranges_on(GPU, Layer(*SHAPE))
+            assert (found.begin == 8 and str(own) in found.why) == used, found.why
     assert f"{file} is of another machine (memory_gb_per_s 3352.3, not 4916.7)" in caplog.text
 
 
@@ -283,11 +317,13 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         row("gemm_rs", 9, 2.0, a=("serial", 1.0)),
     )
     monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
-    assert from_tokens(64, 32, BF16, 8, CPU) == (7, f"measured in {file}, weight [64, 32]")
-    assert sums(8, CPU) == (1, 2 * 64 * 2)
+    found = ranges_on(CPU, Layer(64, 32, 8))
+    assert (found.begin, found.why) == (7, f"measured in {file}, weight [64, 32]")
+    assert (found.sums, found.sum_bytes) == (range(1, 3), 2 * 64 * 2)
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "3")
-    assert sums(8, CPU) == (3, 64 << 20)
-    assert from_tokens(64, 32, BF16, 8, CPU, eager=True) == (3, "FLUX_VLLM_MIN_TOKENS")
+    found = ranges_on(CPU, Layer(64, 32, 8, eager=True))
+    assert (found.sums.start, found.sum_bytes) == (3, 64 << 20)
+    assert (found.begin, found.why) == (3, "FLUX_VLLM_MIN_TOKENS")
 
 
 def test_a_file_of_another_kind(
@@ -298,7 +334,7 @@ def test_a_file_of_another_kind(
         file = tmp_path / f"{len(text)}.json"
         file.write_text(text)
         monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
-        assert from_tokens(4096, 2048, BF16, 2, CPU)[0] == 1536
+        assert ranges_on(CPU, Layer(*SHAPE)).begin == 1536
         line = caplog.records[-1].message
         assert f"FLUX_VLLM_TUNING: result of flux bench {file}: expected" in line and "not used" in line
 
@@ -306,16 +342,16 @@ def test_a_file_of_another_kind(
 def test_sequence_parallel_from(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SEQUENCE", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+
+    def begins(n: int, ranks: int, **more: Any) -> int | None:
+        return ranges_on(GPU, Layer(n, 2048, ranks, **more)).sequence
+
     with on(H200):
         # On 8 nothing was measured: twice as large sums.
-        assert [sequence_from(8192, BF16, ranks, GPU) for ranks in (2, 4, 8)] == [768, 768, 1536]
+        assert [begins(8192, ranks) for ranks in (2, 4, 8)] == [768, 768, 1536]
         # Where a layer is several calls of flux, the host needs work for the GPU meanwhile.
-        assert [sequence_from(8192, BF16, p, GPU, experts=True) for p in (2, 4, 8)] == [803, 1605, 3210]
-        assert sequence_from(4096, BF16, 2, GPU) == 1536
-        assert sequence_from(16384, BF16, 2, GPU) == 384, "12 MiB"
+        assert [begins(8192, p, experts=True) for p in (2, 4, 8)] == [803, 1605, 3210]
+        assert begins(4096, 2) == 1536
+        assert begins(16384, 2) == 384, "12 MiB"
     with on(replace(H200, arch="sm_100", sms=148)):
-        assert sequence_from(16384, BF16, 2, GPU) == 768, "not measured: twice as large sums"
-    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "77")
-    assert sequence_from(4096, BF16, 2, CPU) == 77
-    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
-    assert sequence_from(4096, BF16, 2, CPU) is None
+        assert begins(16384, 2) == 768, "not measured: twice as large sums"

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 
 import flux
 from flux import _invariance
@@ -36,9 +37,10 @@ from flux.integrations.vllm.graph import (
     unfuse,
 )
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
-from flux.integrations.vllm.report import NEVER, report, setting
+from flux.integrations.vllm.ranges import Layer, Ranges, over_fusion, ranges_on
+from flux.integrations.vllm.report import report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
-from flux.integrations.vllm.thresholds import fingerprint, sequence_from
+from flux.integrations.vllm.thresholds import fingerprint
 from flux.integrations.vllm.unshard import unshard
 from flux.ops.explain import current_device, why_unfused
 from flux.ops.gemm import SERVED_TOKENS
@@ -48,15 +50,53 @@ from flux.ops.workspaces import rank_and_size
 _WITH_NORM = "AllReduce"
 _ALL_REDUCE_FUSIONS = (_WITH_NORM, "SequenceParallelism")
 
-_installed: list[str] = []
-# By vLLM's name of the group.
-_sums: dict[str, SumRule] = {}
-# Of each kind of layer that flux serves, with how few and from how many tokens on it does also where vLLM
-# would fuse.
-_over_fusion: set[tuple[range, int]] = set()
-# Whether the model that vLLM compiles now is of a kind that was measured against vLLM's fusion: sequence
-# parallel in large batches, with sums of linear layers only.
-_is_measured_kind = [False]
+
+@dataclass
+class Rules:
+    """What the layers of a model ask of its compiled graphs; of a draft of it, too.
+
+    Attributes:
+        mode: FLUX_VLLM, when the plugin was registered.
+        installed: graphs that this process compiles from now on get a FluxPass.
+        sums: served by it though no layer of flux makes them, by vLLM's name of the group.
+        kinds: of layers that flux serves.
+        linear_only: the model that is compiled now is of the kind that was measured against vLLM's fusion:
+            sequence parallel in large batches, with sums of linear layers only.
+    """
+
+    mode: str = "auto"
+    installed: bool = False
+    sums: dict[str, SumRule] = field(default_factory=dict)
+    kinds: set[Ranges] = field(default_factory=set)
+    linear_only: bool = False
+
+    def install(self) -> None:
+        """Puts the pass before those of vLLM, and makes models sequence parallel before vLLM splits their
+        graphs; once.
+        """
+        if self.installed:
+            return
+        self.installed = True
+        configure = PostGradPassManager.configure
+
+        @functools.wraps(configure)
+        def configure_with_flux(manager: Any, config: Any) -> None:
+            configure(manager, config)
+            manager.passes.insert(0, FluxPass(self, manager.passes))
+
+        PostGradPassManager.configure = configure_with_flux
+        if required_names.missing("sequence") is not None:
+            return
+        from vllm.compilation.backends import VllmBackend
+
+        compile_model = VllmBackend.__call__
+
+        @functools.wraps(compile_model)
+        def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            self.linear_only = _shard(graph, backend.vllm_config) == {LINEAR}
+            return compile_model(backend, graph, example_inputs)
+
+        VllmBackend.__call__ = compile_sharded
 
 
 class FluxPass(InductorPass):  # type: ignore[misc]
@@ -64,15 +104,14 @@ class FluxPass(InductorPass):  # type: ignore[misc]
     all-reduce; in the others flux takes the norms too.
 
     Args:
+        rules: of the model.
         others: vLLM's passes for the same graph.
     """
 
-    def __init__(self, others: list[Any]) -> None:
+    def __init__(self, rules: Rules, others: list[Any]) -> None:
         self.counts: dict[Any, Counter[str]] = {}  # of a range, over its graphs
-        measured = _over_fusion if _is_measured_kind[0] else set()
-        kinds = [few for few, _ in measured] or [range(0)]
-        self.few_over_fusion = range(max(few.start for few in kinds), min(few.stop for few in kinds))
-        self.over_fusion = max((many for _, many in measured), default=NEVER)
+        self.sums = rules.sums
+        self.few, self.many = over_fusion(rules.kinds if rules.linear_only else ())
         self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -81,8 +120,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # Calls that must be batch invariant are the same in all ranges.
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
-        few = self.few_over_fusion
-        if (few.start <= start and end < few.stop) or start >= self.over_fusion:
+        if (self.few.start <= start and end < self.few.stop) or start >= self.many:
             names = [name for name in names if _WITH_NORM not in name]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
@@ -94,7 +132,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         fuse_sum_norm_gemm(graph, start)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
-        counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
+        counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, self.sums)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
         if end <= SERVED_TOKENS and not _invariance.active():
@@ -104,8 +142,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        sums = sorted(_sums.items(), key=lambda rule: rule[0])
-        rules = f"{sums} {self.few_over_fusion} {self.over_fusion}"
+        sums = sorted(self.sums.items(), key=lambda rule: rule[0])
+        rules = f"{sums} {self.few} {self.many}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, fuse_sum_norm_gemm)
@@ -131,95 +169,66 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
 
 
-def install() -> None:
-    """Puts the pass before those of vLLM in every graph that this process compiles; once."""
-    if _installed:
-        return
-    _installed.append("FluxPass")
-    configure = PostGradPassManager.configure
+def _shard(graph: torch.fx.GraphModule, config: Any) -> set[str]:
+    """Makes the graph of a model sequence parallel, if that is better. Returns which kinds of sums are."""
+    if setting("FLUX_VLLM_SEQUENCE") == 0:
+        return set()
 
-    @functools.wraps(configure)
-    def configure_with_flux(manager: Any, config: Any) -> None:
-        configure(manager, config)
-        manager.passes.insert(0, FluxPass(manager.passes))
+    def begins(*layer: Any) -> int | None:
+        return ranges_on(current_device(), layer_of(config, *layer)).sequence
 
-    PostGradPassManager.configure = configure_with_flux
-    if required_names.missing("sequence") is None:
-        _shard_models()
-
-
-def is_installed() -> bool:
-    return bool(_installed)
+    sharded = shard(graph.graph, begins)
+    if not sharded.sums:  # a draft model, too, is a model
+        report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
+        return set()
+    graph.recompile()
+    split_range(config, sharded.from_tokens)
+    report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
+    return {kind for kind, count in count_sharded(graph.graph).items() if count}
 
 
-def _shard_models() -> None:
-    """Makes models sequence parallel before vLLM splits their graphs."""
-    from vllm.compilation.backends import VllmBackend
-
-    compile_model = VllmBackend.__call__
-
-    @functools.wraps(compile_model)
-    def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        kinds: set[str] = set()
-        if setting("FLUX_VLLM_SEQUENCE") != 0:
-            begins = functools.partial(sequence_begins, experts=has_experts(backend.vllm_config))
-            sharded = shard(graph.graph, begins)
-            if sharded.sums:
-                graph.recompile()
-                kinds = {kind for kind, count in count_sharded(graph.graph).items() if count}
-                split_range(backend.vllm_config, sharded.from_tokens)
-                report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
-            else:  # a draft model, too, is a model
-                report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
-        _is_measured_kind[0] = kinds == {LINEAR}
-        return compile_model(backend, graph, example_inputs)
-
-    VllmBackend.__call__ = compile_sharded
-
-
-def sequence_begins(
+def layer_of(
+    config: Any,
     n: int,
     k: int,
     dtype: torch.dtype,
     group_name: str,
     scaling: Scaling | None = None,
     ranks: int | None = None,
-    experts: bool = False,
-) -> int | None:
-    """From how many tokens on a layer with a weight [n, k] of each rank is better sequence parallel; None: it
-    is not, or would run unfused.
+) -> Layer:
+    """What ranges depend on, of a layer with a weight [n, k] of each rank; scaling: of fp8 ones."""
+    ranks = ranks or rank_and_size(group_name)[1]
+    unfused = why_unfused("gemm_rs", ranks, n, k, dtype, current_device(), group_name, scaling=scaling)
+    itemsize = (scaling.out_dtype if scaling else dtype).itemsize
+    return Layer(
+        n,
+        k,
+        ranks,
+        itemsize,
+        scaling.kind if scaling else "",
+        has_experts(config),
+        is_eager(config),
+        _bytes_fused_by_vllm(config, ranks) // (n * itemsize),
+        unfused is None,
+    )
 
-    Args:
-        scaling: of a layer with fp8 weights.
-        experts: the model has some.
-    """
-    ranks, device = ranks or rank_and_size(group_name)[1], current_device()
-    unfused = why_unfused("gemm_rs", ranks, n, k, dtype, device, group_name, scaling=scaling)
-    if unfused is not None:
-        return None
-    if scaling is None:
-        return sequence_from(n, dtype, ranks, device, experts=experts)
-    return sequence_from(n, scaling.out_dtype, ranks, device, scaling.kind, experts)
+
+def is_eager(config: Any) -> bool:
+    return config is not None and config.compilation_config.mode == CompilationMode.NONE
+
+
+def _bytes_fused_by_vllm(config: Any, ranks: int) -> int:
+    """Up to which sums vLLM fuses them with RMSNorm; 0 if it does not, or does not say."""
+    passes: Any = None if config is None else getattr(config.compilation_config, "pass_config", None)
+    if not getattr(passes, "fuse_allreduce_rms", False) or not hasattr(passes, "flashinfer_max_size"):
+        return 0
+    return passes.flashinfer_max_size(ranks) or 0
 
 
 def has_experts(config: Any) -> bool:
     """Whether vLLM says that the model has experts. Only dense models were measured against its fusion."""
     model: Any = getattr(config, "model_config", None)
     return hasattr(model, "get_num_experts") and bool(model.get_num_experts())
-
-
-def serve_sums(vllm_group: str, rule: SumRule) -> None:
-    """Lets the pass serve sums over a group that no layer of flux makes."""
-    _sums[vllm_group] = rule
-
-
-def serve_over_fusion(config: Any, few: range, many: int) -> None:
-    """Lets flux keep a kind of layer with `few` tokens and from `many` on where vLLM would fuse its
-    all-reduce with RMSNorm. In a range all kinds stay vLLM's, or none, as in the models that were measured.
-    """
-    _over_fusion.add((few, many))
-    for tokens in (few.start, few.stop, many):
-        split_range(config, tokens)
 
 
 def split_range(config: Any, tokens: int) -> None:

@@ -26,7 +26,6 @@ from flux.integrations.vllm.op import quantised_rows, scaled_linear
 Tensor = torch.Tensor
 _METHODS = (Fp8LinearMethod, CompressedTensorsLinearMethod)
 _PER_COLUMN = (-1, 1)  # vLLM's name of scales of the columns of a weight [K, N]
-_installed: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,7 @@ def loaded(layer: Any, found: Fp8) -> Fp8 | str:
     return replace(found, scale_name=name, is_transposed=is_transposed)
 
 
+@functools.cache
 def install(mark: Any) -> None:
     """Lets flux look at fp8 layers when their weights are loaded, and mark those that are column-parallel;
     once.
@@ -136,9 +136,6 @@ def install(mark: Any) -> None:
     Args:
         mark: whether a layer and what it computes may be marked.
     """
-    if _installed:
-        return
-    _installed.append("Fp8LinearMethod")
     for method in _METHODS:
         _watch(method, mark)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +19,9 @@ from flux.fp8.scales import Scaling
 from flux.integrations.vllm import compiled, required_names
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.report import NEVER, report
-from flux.integrations.vllm.thresholds import (
-    ALIGNMENT,
-    few_over_fusion,
-    from_tokens,
-    over_fusion_from,
-    sums,
-)
+from flux.integrations.vllm.ranges import ALIGNMENT, Ranges, ranges_on
+from flux.integrations.vllm.report import report
 from flux.ops.explain import current_device, why_unfused
-from flux.ops.gemm import SERVED_TOKENS
 
 _NAME = "RowParallelLinear"
 _KIND = "row-parallel linear"
@@ -40,14 +32,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
 
 
-@dataclass
-class Settings:
-    """Settings of this process, from the environment."""
-
-    mode: str = "auto"
-
-
-settings = Settings()
+# Of the model in this process.
+rules = compiled.Rules()
 
 
 class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -57,8 +43,8 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _serve_sums(self)
         self._flux_fp8: Any = None
+        _serve_sums(self)
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
@@ -66,39 +52,25 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             return
         shape = self.output_size, self.input_size_per_partition
         config = get_current_vllm_config_or_none()
-        self._flux_from, why, sequence = _begins(self, config)
-        self._flux_told = f"{_kind(self)} {list(shape)}", self._flux_from, why
+        ranges = _ranges(self, config)
+        self._flux_from = ranges.begin
+        self._flux_told = f"{_kind(self)} {list(shape)}", ranges.begin, ranges.why
         report.served[self._flux_told] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
         if current_platform.is_cpu():
             # With this flag, newer versions of vLLM do not repack the weight.
             self._cpu_skip_gemm_dispatch = True
-        if settings.mode != "layer":
-            compiled.install()
-            scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
-            how = (self.params_dtype, self.tp_size, current_device(), scales)
-            few, many, fused = range(0), NEVER, _fused_by_vllm(config, self)
-            if not compiled.has_experts(config):
-                few = few_over_fusion(self.output_size, self._flux_from, *how)
-                # Beyond, nothing is to be kept from vLLM, and a range of its own would cost a compilation.
-                few = range(few.start, min(few.stop, fused + 1)) if fused else few
-                many = max(over_fusion_from(self.output_size, *how), self._flux_from)
-            compiled.serve_over_fusion(config, few, many)
+        if rules.mode != "layer":
+            rules.install()
+            rules.kinds.add(ranges)
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.
-            if sequence is not None:
-                compiled.split_range(config, sequence)
-            begins = [self._flux_from]
-            first = max(self._flux_from, few.start)
-            if first < SERVED_TOKENS < (sequence or NEVER) and not _invariance.active():
-                begins.append(SERVED_TOKENS + 1)
-            for tokens in begins:
-                if tokens > fused or tokens in few or tokens >= many:
-                    compiled.split_range(config, tokens)
+            for tokens in ranges.starts():
+                compiled.split_range(config, tokens)
 
     def forward(self, input_: Any) -> Any:
-        eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
+        eager_stays = rules.mode == "pass" and not torch.compiler.is_compiling()
         # A backend may have repacked the weight and dropped the original.
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
@@ -142,7 +114,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 def replace_row_parallel(mode: str) -> str | None:
     """Registers the layer with vLLM. Returns why not, or None; doing it again is fine."""
-    settings.mode = mode
+    rules.mode = mode
     present = custom_op.op_registry_oot.get(_NAME)
     if present is FluxRowParallelLinear:
         return None
@@ -188,8 +160,8 @@ def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
     unfused = unfused_reason(n, k, torch.float8_e4m3fn if scaling else layer.params_dtype, scaling=scaling)
     yield f"flux would run unfused: {unfused}", unfused is not None
     if scaling:
-        tokens, why, sequence = _begins(layer, config)
-        yield why, tokens == NEVER and sequence is None
+        ranges = _ranges(layer, config)
+        yield ranges.why, not ranges.any
 
 
 def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
@@ -207,7 +179,7 @@ def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
     layer._flux_fp8 = found
     fp8.install(_may_mark)
     # Without the pass, vLLM's products would be computed, too.
-    yield "FLUX_VLLM is layer, and weights are fp8", settings.mode == "layer"
+    yield "FLUX_VLLM is layer, and weights are fp8", rules.mode == "layer"
     yield "flux's fp8 layers are not batch invariant", bool(envs.VLLM_BATCH_INVARIANT)
 
 
@@ -215,7 +187,7 @@ def _may_mark(layer: Any, found: Any) -> bool:
     """Whether sequence-parallel models may gather the rows of a column-parallel layer with fp8 weights."""
     config = get_current_vllm_config_or_none()
     by_row = found.quant != "tensor" or found.is_static  # else a scale depends on all ranks' rows
-    has_pass = compiled.is_installed() and config is not None
+    has_pass = rules.installed and config is not None
     if not has_pass or config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
         return False
     if layer.tp_size == 1 or not by_row:
@@ -225,19 +197,13 @@ def _may_mark(layer: Any, found: Any) -> bool:
     return n % ALIGNMENT == 0 and unfused is None
 
 
-def _begins(layer: Any, config: Any) -> tuple[int, str, int | None]:
-    """From how many tokens on a layer is flux's, why from there, and from where it is sequence parallel."""
-    shape, scaling = (layer.output_size, layer.input_size_per_partition), None
-    dtype = of_sum = layer.params_dtype
-    if layer._flux_fp8 is not None:
-        scaling = layer._flux_fp8.scaling
-        dtype, of_sum = torch.float8_e4m3fn, scaling.out_dtype
+def _ranges(layer: Any, config: Any) -> Ranges:
+    scaling = layer._flux_fp8.scaling if layer._flux_fp8 else None
+    dtype = torch.float8_e4m3fn if scaling else layer.params_dtype
+    weight = (layer.output_size, layer.input_size_per_partition, dtype)
     group_name = str(get_tp_group().device_group.group_name)
-    problem = (*shape, dtype, group_name, scaling, layer.tp_size, compiled.has_experts(config))
-    sequence = compiled.sequence_begins(*problem)
-    of_rows = (*shape, of_sum, layer.tp_size, current_device())
-    kind = scaling.kind if scaling else ""
-    return *from_tokens(*of_rows, eager=_is_eager(config), scales=kind), sequence
+    facts = compiled.layer_of(config, *weight, group_name, scaling, layer.tp_size)
+    return ranges_on(current_device(), facts)
 
 
 def _kind(layer: Any) -> str:
@@ -251,21 +217,19 @@ def _serve_sums(layer: RowParallelLinear) -> None:
     config = get_current_vllm_config_or_none()
     if first_that_applies(_reasons_against_sums(layer, config)) is not None:
         return
-    first, nbytes = sums(layer.tp_size, current_device())
-    if nbytes == 0:
+    ranges, group = _ranges(layer, config), get_tp_group()
+    if ranges.sum_bytes == 0:
         return
-    group = get_tp_group()
-    rule = SumRule(str(group.device_group.group_name), first, nbytes)
-    compiled.install()
-    compiled.serve_sums(str(group.unique_name), rule)
-    for tokens in (first, nbytes // (layer.output_size * layer.params_dtype.itemsize) + 1):
-        if tokens > _fused_by_vllm(config, layer):
-            compiled.split_range(config, tokens)
+    rule = SumRule(str(group.device_group.group_name), ranges.sums.start, ranges.sum_bytes)
+    rules.install()
+    rules.sums[str(group.unique_name)] = rule
+    for tokens in ranges.starts_of_sums():
+        compiled.split_range(config, tokens)
 
 
 def _reasons_against_sums(layer: RowParallelLinear, config: Any) -> Iterator[tuple[str, bool]]:
     yield "they are not sharded over ranks", layer.tp_size == 1
-    yield "there is no pass", settings.mode == "layer" or _is_eager(config)
+    yield "there is no pass", rules.mode == "layer" or compiled.is_eager(config)
     yield from common_reasons(config, layer.params_dtype).items()
     yield "sizes are not multiples of 8", bool(layer.output_size % ALIGNMENT)
     unfused = unfused_reason(layer.output_size, 0, layer.params_dtype, "all_reduce_norm")
@@ -292,27 +256,11 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
             bool(envs.VLLM_BATCH_INVARIANT) and not _invariance.active()
         ),
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
-        "FLUX_VLLM is pass, and the model is eager": settings.mode == "pass" and _is_eager(config),
+        "FLUX_VLLM is pass, and the model is eager": rules.mode == "pass" and compiled.is_eager(config),
     }
-
-
-def _is_eager(config: Any) -> bool:
-    return config is not None and config.compilation_config.mode == CompilationMode.NONE
 
 
 def _chosen_gemm(config: Any) -> bool:
     """Whether the user has chosen a GEMM for linear layers; older versions of vLLM have no such setting."""
     kernels = getattr(config, "kernel_config", None)
     return getattr(kernels, "linear_backend", "auto") != "auto"
-
-
-def _fused_by_vllm(config: Any, layer: Any) -> int:
-    """Up to how many tokens vLLM fuses the all-reduce of a layer with RMSNorm; 0 if it does not, or does not
-    say.
-    """
-    passes: Any = None if config is None else getattr(config.compilation_config, "pass_config", None)
-    if not getattr(passes, "fuse_allreduce_rms", False) or not hasattr(passes, "flashinfer_max_size"):
-        return 0
-    largest: int = passes.flashinfer_max_size(layer.tp_size) or 0
-    row: int = layer.output_size * layer.params_dtype.itemsize
-    return largest // row

@@ -24,8 +24,8 @@ from flux.fp8.scales import BLOCK, Scaling
 from flux.integrations.vllm import compiled, expert_rows, layer
 from flux.integrations.vllm.experts import Scales, experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
+from flux.integrations.vllm.ranges import ALIGNMENT, Layer, experts_from, experts_sum_from
 from flux.integrations.vllm.report import NEVER, report, setting, tell
-from flux.integrations.vllm.thresholds import ALIGNMENT, experts_from, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
 from flux.ops.explain import current_device
 
@@ -58,8 +58,8 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         self._flux_slices = group.world_size if moe.moe_parallel_config.use_ep else 1
         self._flux_may_sum = self.shared_experts is None and _are_in_order(experts.expert_map, group)
         if self._flux_may_sum and self._flux_slices == 1:
-            problem = (moe.hidden_dim, experts.params_dtype, group.world_size, current_device())
-            self._flux_sums_from = max(self._flux_from, experts_sum_from(*problem))
+            of_sum = Layer(moe.hidden_dim, 1, group.world_size, experts.params_dtype.itemsize)
+            self._flux_sums_from = max(self._flux_from, experts_sum_from(of_sum, current_device()))
         kind = _KIND if type(experts.quant_method) is UnquantizedFusedMoEMethod else f"{_KIND} fp8"
         kind = f"{kind}, own part," if self._flux_sums_from == NEVER else kind
         report.served[kind, self._flux_from, why] += 1
@@ -75,8 +75,8 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             self._forward_entry = torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
             self._keep_weights()
         self._take_own_part()
-        if layer.settings.mode != "layer" and self._flux_sums_from != NEVER:
-            compiled.install()
+        if layer.rules.mode != "layer" and self._flux_sums_from != NEVER:
+            layer.rules.install()
             compiled.split_range(get_current_vllm_config_or_none(), self._flux_sums_from)
 
     def _apply_quant_method(

@@ -1,4 +1,4 @@
-"""What of a model would run on flux in vLLM, from its sizes: the plugin's thresholds, asked without vLLM."""
+"""What of a model would run on flux in vLLM, from its sizes: the plugin's ranges, asked without vLLM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from flux.fp8.scales import BLOCK
-from flux.integrations.vllm import thresholds
-from flux.integrations.vllm.report import NEVER
+from flux.integrations.vllm.ranges import ALIGNMENT, Layer, Ranges, over_fusion, ranges_on
 
 # Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks.
 FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
@@ -98,79 +97,75 @@ def _scales(model: Model) -> str:
     return model.quantised if model.quantised in ("row", "block") else ""
 
 
-def layers(model: Model, ranks: int, device: torch.device) -> list[tuple[str, int, str]]:
-    """Row-parallel layers that flux serves: which, from how many tokens on, and why from there."""
-    found = []
-    for name, width in (("o_proj", model.attention), ("down_proj", model.mlp)):
-        if width and why_not(model, width, ranks, device) is None:
-            found.append((name, *_begin(model, width, ranks, device)))
-    return found
+@dataclass(frozen=True)
+class Prediction:
+    """What runs on flux.
+
+    Attributes:
+        layers: row-parallel ones, by name: columns of each rank's weight, and where they are flux's, or why
+            they stay vLLM's.
+        few, many, fused: of ranges.Ranges, of all layers together.
+        sequence: from how many tokens on a compiled model is sequence parallel, or None.
+        why_not_sequence: if so.
+        runs: what runs between the layers of a compiled model, and from how many tokens on; ascending.
+    """
+
+    layers: dict[str, tuple[int, Ranges | str]]
+    few: range
+    many: int
+    fused: int
+    sequence: int | None
+    why_not_sequence: str
+    runs: list[tuple[int, str]]
 
 
-def _begin(model: Model, width: int, ranks: int, device: torch.device) -> tuple[int, str]:
-    problem = (model.hidden, width // ranks, torch.bfloat16, ranks, device)
-    return thresholds.from_tokens(*problem, scales=_scales(model))
+def predict(model: Model, ranks: int, device: torch.device) -> Prediction:
+    """By what was measured on GPUs like a device, and the settings of this process."""
+    widths = {name: n for name, n in (("o_proj", model.attention), ("down_proj", model.mlp)) if n}
+    layers = {name: (n // ranks, _layer(model, n, ranks, device)) for name, n in widths.items()}
+    served = [found for _, found in layers.values() if isinstance(found, Ranges)]
+    sequence, why = _sequence(model, served)
+    few, many = over_fusion(served) if sequence is not None else over_fusion([])
+    of_sums = ranges_on(device, _of(model, 1, ranks))
+    prediction = Prediction(layers, few, many, of_sums.fused, sequence, why, [])
+    sums = of_sums.sums if ranks > 1 else range(0)
+    begins = [each.begin for each in served]
+    edges = {1, few.start, few.stop, of_sums.fused + 1, many, *begins, sums.start, sums.stop, sequence or 1}
+    for start in sorted(edge for edge in edges if 1 <= edge <= MOST_TOKENS):
+        fuses = start <= of_sums.fused and start not in few and start < many
+        told = "vLLM" if fuses else _at(model, start, begins, sequence, sums)
+        if not prediction.runs or prediction.runs[-1][1] != told:
+            prediction.runs.append((start, told))
+    return prediction
 
 
-def why_not(model: Model, width: int, ranks: int, device: torch.device) -> str | None:
-    """Why a row-parallel layer with `width` columns on all ranks stays vLLM's, or None."""
+def _of(model: Model, k: int, ranks: int) -> Layer:
+    fused = FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
+    return Layer(model.hidden, k, ranks, scales=_scales(model), experts=model.experts, fused=fused)
+
+
+def _layer(model: Model, width: int, ranks: int, device: torch.device) -> Ranges | str:
+    """Where a row-parallel layer with `width` columns on all ranks is flux's, or why it stays vLLM's."""
     if ranks == 1:
         return "they are not sharded over ranks"
     if model.quantised and not _scales(model):
         return f"weights are quantised ({model.quantised})"
-    if model.hidden % thresholds.ALIGNMENT or width % (ranks * thresholds.ALIGNMENT):
+    if model.hidden % ALIGNMENT or width % (ranks * ALIGNMENT):
         return "sizes are not multiples of 8"
-    begin, why = _begin(model, width, ranks, device)
-    problem = (model.hidden, torch.bfloat16, ranks, device, _scales(model))
-    return why if begin == NEVER and thresholds.sequence_from(*problem) is None else None
+    found = ranges_on(device, _of(model, width // ranks, ranks))
+    return found if found.any else found.why
 
 
-def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int | None, str]:
+def _sequence(model: Model, served: list[Ranges]) -> tuple[int | None, str]:
     """From how many tokens on a compiled model is sequence parallel, or None and why not."""
-    served = layers(model, ranks, device)
     if not served:
         return None, "no row-parallel layer is flux's"
     if not model.plain_norm:
         return None, "no row-parallel layer is followed by a plain fused_add_rms_norm"
     if model.whole_columns:
         return None, "attention begins with layers that all ranks have whole"
-    kind = (_scales(model), model.experts)
-    begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device, *kind)
+    begin = served[0].sequence
     return begin, "" if begin is not None else "it is turned off"
-
-
-def fused_by_vllm(model: Model, ranks: int) -> int:
-    """Up to how many tokens vLLM fuses all-reduces with RMSNorm in compiled models."""
-    return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
-
-
-def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[range, int]:
-    """With how few and from how many tokens on flux's layers are flux's also where vLLM would fuse
-    all-reduces.
-    """
-    begins = max((begin for _, begin, _ in layers(model, ranks, device)), default=NEVER)
-    if model.experts or sequence_from(model, ranks, device)[0] is None:
-        return range(0), NEVER
-    how = (torch.bfloat16, ranks, device, _scales(model))
-    few = thresholds.few_over_fusion(model.hidden, begins, *how)
-    return few, max(thresholds.over_fusion_from(model.hidden, *how), begins)
-
-
-def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, str]]:
-    """What runs between the layers of a compiled model, and from how many tokens on, in ascending order."""
-    vllm, (few, over) = fused_by_vllm(model, ranks), over_fusion(model, ranks, device)
-    begins = [begin for _, begin, _ in layers(model, ranks, device)]
-    sequence, _ = sequence_from(model, ranks, device)
-    first, nbytes = thresholds.sums(ranks, device) if ranks > 1 else (1, 0)
-    sums = range(first, nbytes // (model.hidden * 2) + 1)
-    edges = {1, few.start, few.stop, vllm + 1, over, *begins, sums.start, sums.stop, sequence or 1}
-    found: list[tuple[int, str]] = []
-    for start in sorted(edge for edge in edges if 1 <= edge <= MOST_TOKENS):
-        fuses = start <= vllm and start not in few and start < over
-        told = "vLLM" if fuses else _at(model, start, begins, sequence, sums)
-        if not found or found[-1][1] != told:
-            found.append((start, told))
-    return found
 
 
 def _at(model: Model, start: int, begins: list[int], sequence: int | None, sums: range) -> str:

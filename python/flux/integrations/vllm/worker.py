@@ -21,13 +21,10 @@ from flux.integrations.vllm.op import pass_by
 from flux.integrations.vllm.report import report, tell
 from flux.ops import workspaces
 
-_installed: list[str] = []
 
-
+@functools.cache
 def install() -> None:
     """Adds to the workers of this process; once."""
-    if _installed:
-        return
     # As long as vLLM itself waits for a step: a rank that was only stopped for a while may go on.
     os.environ.setdefault("FLUX_TIMEOUT_S", str(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
     _follow("compile_or_warm_up_model", _ready)
@@ -47,7 +44,6 @@ def _follow(name: str, then: Callable[[Any, Any], None]) -> None:
         return result
 
     setattr(WorkerWrapperBase, name, call if own is None else functools.wraps(own)(call))
-    _installed.append(name)
 
 
 def _ready(worker: Any, result: Any) -> None:
