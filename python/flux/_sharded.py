@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from flux.comm.group import GroupLike, resolve_group
@@ -79,18 +80,23 @@ def mesh_of(group: GroupLike, op: str, device: torch.device, slices: int = 1) ->
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     key = process_group, kind, slices if is_cut else 1
-    if key not in _meshes and not is_cut:
-        _meshes[key] = DeviceMesh.from_group(process_group, kind)
-    elif key not in _meshes:
-        ranks = torch.tensor(dist.get_process_group_ranks(process_group)).view(slices, -1)
-        of_slice, place = divmod(process_group.rank(), p // slices)
-        backend = dist.get_backend_config(process_group)
-        groups = [
-            dist.new_group(members.tolist(), backend=backend, use_local_synchronization=True)
-            for members in (ranks[:, place], ranks[of_slice])
-        ]
-        _meshes[key] = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("ep", "tp"))
+    if key not in _meshes:
+        with unset_fake_temporarily():  # a mesh outlives a dry run, and reads its own tensor
+            _meshes[key] = _new_mesh(process_group, kind, slices if is_cut else 1)
     return _meshes[key]
+
+
+def _new_mesh(process_group: dist.ProcessGroup, kind: str, slices: int) -> DeviceMesh:
+    if slices == 1:
+        return DeviceMesh.from_group(process_group, kind)
+    ranks = torch.tensor(dist.get_process_group_ranks(process_group)).view(slices, -1)
+    of_slice, place = divmod(process_group.rank(), ranks.shape[1])
+    backend = dist.get_backend_config(process_group)
+    groups = [
+        dist.new_group(members.tolist(), backend=backend, use_local_synchronization=True)
+        for members in (ranks[:, place], ranks[of_slice])
+    ]
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("ep", "tp"))
 
 
 def hold(
@@ -146,9 +152,10 @@ def own_part(parameter: Any) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, begins = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    with unset_fake_temporarily():  # the mesh's tensor is real in a dry run, too
+        sizes, begins = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 

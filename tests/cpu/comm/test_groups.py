@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -172,6 +173,10 @@ def dry_run(rank: int, world_size: int, backend: str) -> list[Any]:
     found[-1].sum().backward()
     experts = flux.moe.MoEMLP(8, 16, 4, ep_size=2, dtype=torch.float32)
     found.append(experts(torch.ones(2, 8), torch.tensor([[0, 3], [1, 2]]), torch.ones(2, 2)))
+    with FakeTensorMode():  # shapes without memory
+        mlp = flux.layers.ParallelMLP(8, 16)
+        found.append(mlp(torch.ones(2, 8)))
+        found[-1].sum().backward()
     flux.check()
     flux.release()
     flux.gemm_rs(x, weight)
@@ -182,7 +187,7 @@ def dry_run(rank: int, world_size: int, backend: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake,cuda:fake"])
 def test_dry_runs_in_a_fake_group_give_shapes(backend: str) -> None:
     (told,) = spawn(dry_run, 1, backend, backend="gloo")
-    assert told[:-1] == [[2, 12], [32, 12], [8, 12], [8, 6], [2, 6], [32, 6], [2, 8], [2, 8]]
+    assert told[:-1] == [[2, 12], [32, 12], [8, 12], [8, 6], [2, 6], [32, 6], [2, 8], [2, 8], [2, 8]]
     assert told[-1] == f"rank 0: torch's backend {backend} exchanges nothing"
 
 
