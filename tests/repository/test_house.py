@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "_memory": set(),
     "fp8": _BASE | {"comm", "_memory"},
     "plan": _BASE | {"comm", "measured", "fp8"},
-    "calls": _BASE | {"comm", "fp8", "_memory"},
+    "calls": _BASE | {"comm", "fp8", "plan", "_memory"},
     "ops": _OPERATE,
     "_sharded": _BASE | {"comm"},
     "moe": _OPERATE | {"ops", "_sharded"},
