@@ -95,12 +95,12 @@ def foreign_headers(root: Path) -> list[str]:
 
 
 def upward_includes(root: Path) -> list[str]:
-    """runtime <- gemm <- op folders <- bindings; op folders don't include each other."""
+    """runtime <- gemm <- op folders <- bindings, instances; op folders don't include each other."""
     folders = {path.name for path in (root / "csrc").iterdir() if path.is_dir()}
     found = []
     for path, folder, target in includes(root):
         other = target.split("/")[0]
-        allowed = {"runtime": set(), "gemm": {"runtime"}, "bindings": folders}.get(
+        allowed = {"runtime": set(), "gemm": {"runtime"}, "bindings": folders, "instances": folders}.get(
             folder, {"runtime", "gemm"}
         )
         if other in folders and other not in allowed | {folder}:
