@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -46,6 +45,7 @@ from torch.multiprocessing.spawn import spawn
 import flux
 from flux import peers
 from flux._native import core
+from flux.bench.record import write_rows
 from flux.bench.timing import GpuTimer, captured
 from flux.ops import gemm
 from vllm_models import MODELS, Model
@@ -251,11 +251,8 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
             print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in rows[m].items()), flush=True)
             if options.json is not None:
                 what = f"microseconds a decoder layer of {options.model}, benchmarks/decode_layer.py"
-                versions = {"torch": torch.__version__, **peers.versions()}
-                head = {"what": what, "commit": os.environ.get("FLUX_COMMIT", ""), "tp": world}
-                head |= {"mode": options.mode or "planned"}
-                head |= {"gpu": torch.cuda.get_device_name(), "packages": versions}
-                options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+                told = [{"m": m, "arm": arm, **us} for m, of_m in rows.items() for arm, us in of_m.items()]
+                write_rows(options.json, what, told, tp=world, mode=options.mode or "planned")
     dist.barrier()
     os._exit(0)  # a package's memory may outlive the group that made it
 

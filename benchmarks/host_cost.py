@@ -17,8 +17,6 @@ first    a call that is planned, but not yet known
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -343,8 +341,8 @@ def main() -> None:
     parts, composed = by_way("parts"), by_way("composed")
     import torch
 
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    from flux.bench.record import write_rows
+
     rows = []
     print(
         f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
@@ -371,8 +369,7 @@ def main() -> None:
             print(f"{name:30}", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if options.out is not None:
         what = " ".join((__doc__ or "").split("\n\n")[0].split())
-        facts = {"what": what, "commit": commit, "torch": torch.__version__, "python": sys.version.split()[0]}
-        options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        write_rows(options.out, what, rows, python=sys.version.split()[0])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def measured(machine: Machine) -> dict[str, list[dict[str, Any]]]:
         # Of shapes with as many bytes the slowest.
         slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
         sums |= slowest
-    for shape in json.loads(LARGE.read_text())["shapes"]:
+    for shape in json.loads(LARGE.read_text())["rows"]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
             newest[row.ranks, row.n, row.k, row.m, row.scales] = row

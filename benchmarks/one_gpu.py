@@ -16,6 +16,7 @@ without fp8 operands leaves out the cases that have them.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import math
@@ -32,8 +33,15 @@ import torch
 QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
 CALLS = 8  # in a graph
 REPLAYS = 25
+WHAT = "microseconds of a call whose ranks share one GPU, benchmarks/one_gpu.py"
 DEVICE = torch.device("cuda", 0)
 Case = tuple[str, Callable[[], object]]
+# Of this tree: an older build is timed as this one is.
+_SPEC: Any = importlib.util.spec_from_file_location(
+    "timing", Path(__file__).parents[1] / "python/flux/bench/timing.py"
+)
+timing: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(timing)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -206,12 +214,11 @@ def mixtures(world_size: int) -> Iterator[Case]:
 
 def time_us(timer: Any, call: Callable[[], object], graphed: bool) -> float:
     """Microseconds a call."""
-    from flux.bench.timing import captured
 
     def burst() -> list[object]:
         return [call() for _ in range(CALLS)]
 
-    replay, _ = captured(burst, DEVICE) if graphed else (burst, None)
+    replay, _ = timing.captured(burst, DEVICE) if graphed else (burst, None)
     timer.warm(replay)
     (samples,) = timer.interleaved({"": replay}, 1, REPLAYS).values()
     return round(1e3 * statistics.median(samples) / CALLS, 2)
@@ -219,9 +226,8 @@ def time_us(timer: Any, call: Callable[[], object], graphed: bool) -> float:
 
 def measure(out: Path, only: str) -> None:
     import flux
-    from flux.bench.timing import GpuTimer
 
-    timer = GpuTimer(None, DEVICE)
+    timer = timing.GpuTimer(None, DEVICE)
     torch.manual_seed(0)
     results: dict[str, float] = {}
     ranks = (part(count) for part in (dense, quantised_ranks, mixtures) for count in (2, 4))
@@ -231,12 +237,18 @@ def measure(out: Path, only: str) -> None:
                 continue
             # A captured call sends by SMs, and a copy of a layer's rows to the GPU cannot be captured.
             results[name] = time_us(timer, call, graphed="copy engines" not in name)
-    out.write_text(json.dumps({"flux": flux.__version__, "us": results}, indent=1) + "\n")
+    rows = ",\n  ".join(json.dumps({"case": name, "us": us}) for name, us in results.items())
+    head = {"what": WHAT, "gpu": torch.cuda.get_device_name(), "packages": {"flux": flux.__version__}}
+    out.write_text(f'{json.dumps(head)[:-1]},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 def compare(before: list[Path], after: list[Path]) -> None:
     """Prints a line for each case, with the spread of each side, and the slowest ratio of each kind."""
-    sides = [[json.loads(path.read_text())["us"] for path in paths] for paths in (before, after)]
+
+    def read(path: Path) -> dict[str, float]:
+        return {row["case"]: row["us"] for row in json.loads(path.read_text())["rows"]}
+
+    sides = [list(map(read, paths)) for paths in (before, after)]
     ratios: dict[str, list[float]] = {}
     for name in sides[0][0]:
         old, new = ([run[name] for run in side if name in run] for side in sides)

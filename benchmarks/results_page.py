@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from flux.bench.cases import OPS
-from flux.bench.model import Bar, Row, geomean
-from flux.bench.report import BARS, notes
+from flux.bench.model import Bar, Row
+from flux.bench.report import BARS
 from flux.cli import training
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock, waited
 from measurements import Marks, Measurement, Other, Source, operator_of, ranked
-from results_text import HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
+from results_text import HEAD, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
 _NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
@@ -124,12 +124,6 @@ def facts(m: Measurement) -> str:
     return " ".join(lines)
 
 
-def remarks_of_files(m: Measurement) -> list[str]:
-    """Notes in the files that are not about one row's data."""
-    found = {line.removesuffix(" [all rows]") for record in m.records for line in notes(record)}
-    return sorted(line for line in found if not re.match(r"std of|the plan: ", line))
-
-
 def pictures(m: Measurement, figures: Path) -> list[str]:
     """The pictures that `bench --plot` drew of these files: their captions say of which."""
     found = []
@@ -154,18 +148,7 @@ def drawn(m: Measurement, figures: Path) -> str:
 
 def headline(m: Measurement, figures: Path, title: str = "") -> str:
     text = f"### {OPERATORS[m.op].name}, {gpus(m)}{title}\n\n{facts(m)}{drawn(m, figures)}\n\n{pivot(m)}\n"
-    text += f"From {origin(m.sources, m.complete)}\n"
-    return text + "".join(f"\nNoted in the file: {line}.\n" for line in remarks_of_files(m))
-
-
-def older_measurements(measurements: Sequence[Measurement]) -> str:
-    rows = []
-    for m in measurements:
-        s, marks = m.summary, remarks(m.marks, m.complete)
-        cells = [str(m.gpus), commit_links(m), m.date[:10], str(len(m.rows)), speed(s.geomean_speedup)]
-        worst = f"{speed(s.min_speedup)} ({worst_row(m)})"
-        rows.append([*cells, worst, span(hosts(m)), ", ".join(marks) or "–"])
-    return table(["GPUs", "commit", "date", "rows", "speed-up", "worst", "host µs", "marks"], rows)
+    return text + f"From {origin(m.sources, m.complete)}\n"
 
 
 class Sections:
@@ -201,33 +184,6 @@ def summary(sections: Sections) -> str:
         rows.append([name, str(m.gpus), share, *speeds, commit_links(m), m.date[:10], marks])
     head = ["operator", "GPUs", "rows", "speed-up", "worst", "bar", "host µs", "commit", "date", "marks"]
     return table(head, rows)
-
-
-def host_costs(sections: Sections) -> str:
-    rows = []
-    for m in sections.heads():
-        names = dict.fromkeys(name for row in m.rows for name in row.host_us if name != "flux")
-        medians = {name: median(r.host_us[name] for r in m.rows if name in r.host_us) for name in names}
-        if ours := hosts(m):
-            theirs = ", ".join(f"{name} {value:.0f}" for name, value in medians.items())
-            cells = [f"{f(ours):.0f}" for f in (min, median, max)]
-            rows.append([OPERATORS[m.op].name, str(m.gpus), *cells, theirs or "–", commit_links(m)])
-    head = ["operator", "GPUs", "flux: least", "median", "most", "median of the others", "commit"]
-    return table(head, rows)
-
-
-def against_cublas(sections: Sections) -> str:
-    """`flux.gemm` and cuBLAS, which every row of an operator with a GEMM has beside it."""
-    rows = []
-    for m in sections.heads():
-        both = [row for row in m.rows if {"cuBLAS", "flux.gemm"} <= row.times.keys()]
-        ratios = {i: row.times["cuBLAS"].median / row.times["flux.gemm"].median for i, row in enumerate(both)}
-        if ratios:
-            least = min(ratios, key=lambda i: ratios[i])
-            worst = f"{speed(ratios[least])} ({both[least].model}, M = {both[least].m})"
-            cells = [OPERATORS[m.op].name, str(m.gpus), str(len(both)), speed(geomean(ratios.values()))]
-            rows.append([*cells, worst, commit_links(m)])
-    return table(["rows of", "GPUs", "rows", "speed-up", "worst", "commit"], rows)
 
 
 def vllm(found: Sequence[Other]) -> list[str]:
@@ -333,9 +289,8 @@ def files(measurements: Sequence[Measurement], found: Sequence[Other]) -> str:
 
 def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: Path) -> str:
     sections = Sections(measurements)
-    parts = [HEAD, "## Summary\n", summary(sections), "## Host cost of a call\n", HOSTS, host_costs(sections)]
+    parts = [HEAD, "## Summary\n", summary(sections)]
     for op, operator in OPERATORS.items():
-        older: list[Measurement] = []
         for i, (first, *others) in enumerate(sections.of(op)):
             if i == 0:
                 parts.append(
@@ -344,12 +299,6 @@ def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: P
             parts.append(headline(first, figures))
             newer = [m for m in others if m.date > first.date]
             parts += [headline(m, figures, f", a part of the suite at {m.commit}") for m in newer]
-            older += others[len(newer) :]
-        if older:
-            parts += [f"Older measurements of {operator.name}:\n", older_measurements(older)]
-        if op == "gemm":
-            parts.append("`flux.gemm` against cuBLAS in the files of other operators:\n")
-            parts.append(against_cublas(sections))
     parts += ["## vLLM\n", VLLM, *vllm([other for other in found if "runs" in other.data])]
     if whole := [other for other in found if "models" in other.data]:
         parts += ["## Models of Megatron-Core\n", MODELS, *models(whole)]

@@ -92,11 +92,7 @@ bf16, unless an operator says fp8. Each row was checked before it was timed.
 | cut off | the run's time was up: rows are missing |
 
 The summary has the newest measurement that covers the whole suite, or most of it.
-A newer one that covers less has a table too. Older ones are listed.
-"""
-HOSTS = """\
-An eager call, µs on the host. The bar is 25 µs, but for layers and models, which do more than call flux.
-`gemm_ar` and `all_reduce` are timed from CUDA graphs, where the host plays no part.
+A newer one that covers less has a table too.
 """
 VLLM = """\
 Tokens per second with and without flux, in brackets over stock. `graph` has CUDA graphs, `eager` not.

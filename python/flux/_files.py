@@ -61,9 +61,25 @@ def write(path: str | Path, text: str) -> None:
     replace(path, text)
 
 
+def json_text(data: dict[str, Any]) -> str:
+    """JSON with a line for each field, or for each row of a field that has rows (lists or dicts)."""
+    fields = []
+    for key, value in data.items():
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not any(isinstance(entry, dict | list) for entry in entries):
+            fields.append(f"{json.dumps(key)}: {json.dumps(value)}")
+            continue
+        named = isinstance(value, dict)
+        names = [f"{json.dumps(name)}: " for name in value] if named else [""] * len(value)
+        rows = (f"\n  {name}{json.dumps(entry)}" for name, entry in zip(names, entries, strict=True))
+        begin, end = "{}" if named else "[]"
+        fields.append(f"{json.dumps(key)}: {begin}{','.join(rows)}\n {end}")
+    return "{\n " + ",\n ".join(fields) + "\n}\n"
+
+
 def write_json(data: dict[str, Any], path: str | Path) -> None:
-    """As `write`."""
-    write(path, json.dumps(data, indent=1) + "\n")
+    """As `write`, a line for each row (`json_text`)."""
+    write(path, json_text(data))
 
 
 def read_text(path: str | Path, what: str = "file") -> str:

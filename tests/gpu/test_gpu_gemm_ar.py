@@ -8,6 +8,8 @@ import random
 
 import pytest
 import torch
+from emulate_graphs import EmulatedGraphRanks
+from emulate_int8 import EmulatedInt8Ranks
 
 import flux
 from flux._native import core
@@ -16,8 +18,6 @@ from flux.ops.gemm_ar import rms_norm
 from flux.ops.ways import int8_sum
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
-from flux.testing.emulate_graphs import EmulatedGraphRanks
-from flux.testing.emulate_int8 import EmulatedInt8Ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
 ONE_SHOT, TWO_SHOT = 0, 1

@@ -101,7 +101,7 @@ def test_a_changed_number(tools: Tools, copies: Path) -> None:
 
 
 def test_a_missing_file(tools: Tools, copies: Path) -> None:
-    (copies / next(file.name for file in FILES if "gemm_rs-8b" in file.name)).unlink()
+    (copies / next(file.name for file in FILES if "gemm_rs-tp4" in file.name)).unlink()
     assert tools.stale(copies)
 
 
@@ -121,7 +121,7 @@ def test_a_file_of_another_kind(tools: Tools, copies: Path, data: Any) -> None:
 
 
 def test_an_unknown_operator(tools: Tools, copies: Path) -> None:
-    data = json.loads(next(file for file in FILES if "gemm_rs-8b" in file.name).read_text())
+    data = json.loads(next(file for file in FILES if "gemm_rs-tp4" in file.name).read_text())
     for row in data["rows"]:
         row["op"] = "new_op"
     rewrite(copies, "2027-01-01-new.json", data)

@@ -20,8 +20,6 @@ LINK_GB_PER_S = 380.0
 # Roles of candidates. "config" is one choice of a sweep; the
 # others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
-# How times are measured beside bursts of the call alone; whose kernel it follows.
-SUSTAINED, AFTER = "at sustained clocks", "after a kernel of "
 # Those of candidates that do the job in another way.
 OTHERS = ("serial", "peer", "parts")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
@@ -117,10 +115,7 @@ class _Plan(TypedDict, total=False):
 
 @dataclass
 class Row:
-    """One measured problem: its sizes, the measured times, and the plan.
-
-    conditions: milliseconds that were not measured in bursts of the call alone, by the words for how.
-    """
+    """One measured problem: its sizes, the measured times, and the plan."""
 
     op: str
     model: str
@@ -139,7 +134,6 @@ class Row:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     scales: str = ""
-    conditions: dict[str, dict[str, Positive]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -281,17 +275,6 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
     )
 
 
-def conditional_speedups(rows: list[Row]) -> dict[str, tuple[float, ...]]:
-    """flux against the best peer in each condition, of the rows that were measured in it."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for condition, times in row.conditions.items():
-            others = [ms for name, ms in times.items() if row.times[name].role in OTHERS]
-            if others and "flux" in times:
-                found.setdefault(condition, []).append(min(others) / times["flux"])
-    return {condition: tuple(speedups) for condition, speedups in found.items()}
-
-
 @dataclass(frozen=True)
 class Summary:
     """The footer under a table of one op."""
@@ -308,7 +291,6 @@ class Summary:
     floor_bar_rows: int
     geomean_bar_met: bool | None
     max_host_us: float | None
-    conditional: dict[str, tuple[float, ...]]
     over_host_bar: int
     over_time_bar: int
 
@@ -347,7 +329,6 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         if applies and mean is not None and bar.geomean is not None
         else None,
         max_host_us=max(hosts, default=None),
-        conditional=conditional_speedups(rows),
         over_host_bar=sum(us > bar.host_us for us in hosts) if bar.host_us else 0,
         over_time_bar=sum(1e3 * d.flux > bar.us for d in derived if d.flux is not None) if bar.us else 0,
     )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+import torch
+
+import flux
+from flux import machine
 from flux._files import Count, Positive, Within, is_stream, parse, read_json, write_json
-from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, VLLM, Derived, Row, Timing, derive
+from flux.bench.model import LINK_GB_PER_S, VLLM, Derived, Row, Timing, derive
+from flux.peers import versions
 
 _Schema = Literal[1]
 (SCHEMA,) = get_args(_Schema)
@@ -96,12 +102,9 @@ class _Times(TypedDict):
 
 
 class _Row(TypedDict, total=False):
-    """Fields that are not those of Row. Files from before 2026-11-26 have two for conditions."""
+    """Fields that are not those of Row."""
 
     times: dict[str, _Times]
-    conditions: dict[str, dict[str, Positive]]
-    sustained_ms: dict[str, Positive]
-    after_ms: dict[str, dict[str, Positive]]
 
 
 class _File(TypedDict):
@@ -110,17 +113,13 @@ class _File(TypedDict):
 
 
 def _row_from_json(data: _Row, where: str, place: str) -> Row:
-    fields: dict[str, Any] = {key: value for key, value in data.items() if key != "derived"}
-    sustained, behind = fields.pop("sustained_ms", {}), fields.pop("after_ms", {})
-    older = {SUSTAINED: sustained} | {AFTER + whose: ms for whose, ms in behind.items()}
-    fields["conditions"] = fields.get("conditions", {}) | {how: ms for how, ms in older.items() if ms}
+    # Of files from before: times under conditions that are not measured any more.
+    left = ("derived", "conditions", "sustained_ms", "after_ms")
+    fields: dict[str, Any] = {key: value for key, value in data.items() if key not in left}
     times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data.get("times", {}).items()}
     if VLLM in times and times[VLLM].role == "peer":  # in files of commit 0ed04ed and before
         times[VLLM] = replace(times[VLLM], role="fast")
     row: Row = parse(Row, {**fields, "times": times}, where, place)
-    if unknown := {name for timed in row.conditions.values() for name in timed} - times.keys():
-        where = f"{where}: {place}.conditions"
-        raise ValueError(f"{where}: expected candidates of times, got {sorted(unknown)[0]!r:.120}")
     return row
 
 
@@ -155,3 +154,23 @@ def read(path: str | Path) -> Record:
     """A result of bench. Raises ValueError if the file is something else."""
     what = "result of bench"
     return from_json(read_json(path, what=what), f"{what} {path}")
+
+
+def write_rows(path: str | Path, what: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
+    """Writes raw measurements that are no rows of bench: one head, and a line for each row.
+
+    Args:
+        what: is measured, in a sentence.
+        about: what else the head tells. Not of what machine, commit and day.
+    """
+    cuda = torch.cuda.is_available()
+    head = {
+        "schema": SCHEMA,
+        "what": what,
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "gpu": f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}" if cuda else None,
+        "packages": {"flux": flux.__version__, "torch": torch.__version__, **versions()},
+        "about": about,
+    }
+    write_json({**head, "rows": list(rows)}, path)

@@ -344,8 +344,6 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
         lines.append(
             f"{line}; {under} of {len(gains)} rows under their bar" if record.device == "cuda" else line
         )
-    for condition, speedups in s.conditional.items():
-        lines.append(f"{condition}: speed-up geomean {geomean(speedups):.3f}, min {min(speedups):.3f}")
     if s.max_host_us is not None:
         limit = "" if bar.host_us is None else f"; {s.over_host_bar} rows over {bar.host_us:.0f}"
         lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs{limit}")

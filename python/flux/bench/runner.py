@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +17,10 @@ from flux import _env, machine
 from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (
-    AFTER,
     FP8,
     FP8_RESULT,
     LINK_GB_PER_S,
     OTHERS,
-    SUSTAINED,
     Row,
     Timing,
     derive,
@@ -32,7 +29,7 @@ from flux.bench.model import (
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import SHAPE, Problem
-from flux.bench.timing import GpuTimer, Timer, make_timer
+from flux.bench.timing import Timer, make_timer
 from flux.testing.compare import first_wrong, passed
 
 
@@ -41,8 +38,7 @@ class Settings:
     """Everything that decides what is measured.
 
     world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
-    which flux runs beside its plan; nodes: on which the ranks are emulated; sustained: whether rows are timed
-    at fallen clocks, too; neighbours: whether also after other kernels.
+    which flux runs beside its plan; nodes: on which the ranks are emulated.
     """
 
     problems: tuple[Problem, ...]
@@ -61,8 +57,6 @@ class Settings:
     timeout_s: float = 3600.0
     ways: tuple[str, ...] = ("parts",)
     nodes: int = 1
-    sustained: bool = False
-    neighbours: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -205,50 +199,11 @@ def _time(row: Row, candidates: list[Candidate], timer: Timer, settings: Setting
     for call in calls.values():
         timer.warm(call)
     samples = timer.interleaved(calls, settings.iters, settings.rounds)
-    row.notes += _host_bound(timer)
+    told = "the host never got ahead of the GPU; its time is included"
+    row.notes += [f"{name}: {told}" for name in timer.host_bound]
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
-    if settings.sustained and isinstance(timer, GpuTimer):
-        kept = {c.name: c.calls for c in compared}
-        bursts = {name: statistics.median(samples[name]) for name in kept}
-        found = timer.sustained({name: calls[name] for name in kept}, bursts)
-        row.conditions[SUSTAINED] = {name: round(ms / kept[name], 6) for name, ms in found.items()}
     if settings.device == "cuda" and not settings.all_configs:
         row.host_us = {c.name: round(timer.host_us(c.eager or c.call), 2) for c in compared}
-    if settings.neighbours:
-        whole = [c for c in compared if c.calls == 1]
-        for whose, neighbour in neighbours(torch.device(settings.device)).items():
-            row.conditions[AFTER + whose] = after(neighbour, whole, timer, settings)
-            row.notes += _host_bound(timer, f" {AFTER}{whose}")
-
-
-def _host_bound(timer: Timer, where: str = "") -> list[str]:
-    """Notes on the last samples."""
-    told = "the host never got ahead of the GPU; its time is included"
-    return [f"{name or 'the kernel alone'}{where}: {told}" for name in timer.host_bound]
-
-
-def neighbours(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Short kernels that may go before a call. Those of flux let the next kernel of their stream start before
-    they end (programmatic dependent launch), those of torch do not.
-    """
-    x = torch.ones(128, 256, dtype=torch.bfloat16, device=device)
-    out = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
-    return {"torch": lambda: torch.add(x, 1.0, out=x), "flux": lambda: flux.gemm(x, x, out=out)}
-
-
-def after(
-    neighbour: Callable[[], object], candidates: list[Candidate], timer: Timer, settings: Settings
-) -> dict[str, float]:
-    """Milliseconds by which each candidate's call makes a burst of its neighbour longer."""
-
-    def behind(call: Callable[[], object]) -> Callable[[], object]:
-        return lambda: (neighbour(), call())
-
-    calls = {"": neighbour, **{c.name: behind(c.call) for c in candidates}}
-    timer.warm(neighbour)
-    samples = timer.interleaved(calls, settings.iters, settings.rounds)
-    ms = {name: statistics.median(times) for name, times in samples.items()}
-    return {c.name: round(ms[c.name] - ms[""], 6) for c in candidates}
 
 
 def _agree(mine: str, context: Context) -> str:

@@ -39,8 +39,6 @@ _SURELY_FITS_MS = 3.0
 # Delay to detect calls that wait for the GPU: behind it they take many times as long on the host.
 _GUESS_DELAY_MS = 5.0
 _WAITS_FACTOR = 4.0
-# How long a candidate runs without a rest until clocks have fallen, and the last part of it, which is timed.
-SUSTAINED_MS, _TIMED_SHARE, _SUSTAINED_ROUNDS = 400.0, 0.25, 3
 _MAX_DELAY_MS = 500.0
 _cuda: Any = torch.cuda  # events and the delay kernel are not typed
 
@@ -210,23 +208,6 @@ class GpuTimer:
                     self._enqueue_ms[name] *= 2
         self.host_bound = [name for name in calls if not good[name]]
         return {name: good[name] or late[name] for name in calls}
-
-    def sustained(self, calls: Mapping[str, Call], ms: Mapping[str, float]) -> dict[str, float]:
-        """Milliseconds per call at the end of SUSTAINED_MS without a rest, in turns: the median of rounds.
-
-        ms: about what a call takes, the same on all ranks. Where the host is slower than the GPU, its time is
-        included.
-        """
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(_SUSTAINED_ROUNDS):
-            for name in drawn(list(calls), number):
-                timed = max(1, round(SUSTAINED_MS * _TIMED_SHARE / ms[name]))
-                self._meet()
-                for _ in range(round(timed / _TIMED_SHARE) - timed):
-                    calls[name]()
-                samples[name].append(elapsed_ms(*recorded(calls[name], timed)) / timed)
-        medians = [statistics.median(of_one) for of_one in samples.values()]
-        return dict(zip(samples, all_max(medians, self._group, self._device), strict=True))
 
     def _fitting(self, calls: Mapping[str, Call], iters: int) -> int:
         """How many calls of each candidate fit the GPU's queue, so that a burst of them is enqueued before it

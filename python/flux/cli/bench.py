@@ -29,7 +29,7 @@ from flux.testing import SpawnError
 _CPU_PROCESSES = 4
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
 # What measures nothing, and the options that it takes.
-_OF_FILES = {"compare": {"ops"}, "history": {"ops", "plot", "model", "m"}, "--show": {"plot", "shown"}}
+_OF_FILES = {"compare": {"ops"}, "history": {"ops", "model", "m"}, "--show": {"plot", "shown"}}
 
 
 @dataclass(frozen=True)
@@ -329,13 +329,6 @@ def command(
         bool,
         typer.Option("--strict", metavar="", help="Exit status 1 if a row is under the bar (GPUs)."),
     ] = False,
-    sustained: Annotated[
-        bool, typer.Option("--sustained", metavar="", help="Also after 0.4 s without a rest (GPUs).")
-    ] = False,
-    neighbours: Annotated[
-        bool,
-        typer.Option("--neighbours", metavar="", help="Also after a short kernel of torch, and of flux."),
-    ] = False,
     alone: Annotated[
         bool,
         typer.Option(
@@ -403,8 +396,6 @@ def command(
 def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
     """The settings with what the user said of how to measure."""
     on_gpus, link, all_configs = settings.device == "cuda", given["link"], given["all_configs"]
-    if given["sustained"] and (not on_gpus or all_configs):
-        raise ValueError("bench: --sustained expected with GPUs, whose clocks fall, and no --all-configs")
     if link is not None and not on_gpus:
         raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
     if all_configs and (not on_gpus or settings.suite == "models" or given["plot"]):
@@ -416,7 +407,7 @@ def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
         link_gb_per_s=link or LINK_GB_PER_S,
         json_file=str(given["json_file"]) if given["json_file"] else None,
         timeout_s=given["timeout"],
-        **{name: given[name] for name in ("all_configs", "alone", "sustained", "neighbours")},
+        **{name: given[name] for name in ("all_configs", "alone")},
     )
 
 
@@ -434,7 +425,7 @@ def _of_files(what: str, ctx: typer.Context, given: set[str]) -> None:
     if what == "compare":
         compare.command(files)
     else:
-        history.command(files, of["model"], of["m"], of["plot"])
+        history.command(files, of["model"], of["m"])
 
 
 def _explain_failure(error: SpawnError, settings: Settings) -> None:

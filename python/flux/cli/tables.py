@@ -21,8 +21,21 @@ _GAP = 2
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Prints what a file says of itself, and a table for each of its lists of rows."""
-    _section(data, "", console)
+    """Prints the head of a file of raw measurements, and a table for each part of its rows."""
+    for key, value in data.items():
+        if key == "what":
+            console.print(Text(str(value)))
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                console.print(Text(f"{key}, {name}: {_text(entry)}"))
+        elif key != "rows":
+            console.print(Text(f"{key}: {_text(value)}"))
+    parts: dict[str, list[Row]] = {}
+    for entry in data["rows"]:
+        part = str(entry.get("part", "rows"))
+        parts.setdefault(part, []).extend(_rows({k: v for k, v in entry.items() if k != "part"}))
+    for part, rows in parts.items():
+        _table(part, rows, console)
 
 
 def show_losses(data: dict[str, list[float]], console: Console) -> None:
@@ -54,30 +67,6 @@ def _text(value: Any) -> str:
 
 def _is_cell(value: Any) -> bool:
     return _is_scalar(value) or (isinstance(value, list) and all(map(_is_scalar, value)))
-
-
-def _section(data: dict[str, Any], title: str, console: Console) -> None:
-    """The cells of `data` as lines, then its parts as tables; a part of several tables is a section too."""
-    if title:
-        console.print(Text(title, style="bold"))
-    for key, value in data.items():
-        if isinstance(value, list) and any(isinstance(entry, str) and len(entry) > _LONG for entry in value):
-            console.print(Text("\n  ".join([f"{key}:", *map(_text, value)])))
-        elif _is_cell(value):
-            console.print(Text(f"{'' if key == 'what' else f'{key}: '}{_text(value)}"))
-    for key, value in data.items():
-        if _is_cell(value):
-            continue
-        if isinstance(value, list):
-            rows = [
-                row for entry in value for row in _rows(entry if isinstance(entry, dict) else {key: entry})
-            ]
-        elif all(isinstance(entry, dict) and all(map(_is_cell, entry.values())) for entry in value.values()):
-            rows = [{"": name} | row for name, entry in value.items() for row in _rows(entry)]
-        else:
-            _section(value, key, console)
-            continue
-        _table(key, rows, console)
 
 
 def _rows(entry: dict[str, Any], prefix: str = "") -> Iterator[Row]:

@@ -173,11 +173,10 @@ def workspace_plan(
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
     key = (op, m, n, k, dtype, transpose_weight, scaling)
-    plans = workspace.plans
-    plan: Plan | None = plans.get(key)
+    plan: Plan | None = workspace.plans.get(key)
     if plan is None:
         problem = problem_of(workspace, m, n, k, dtype, transpose_weight, scaling)
-        plan = plans[key] = carried_by(workspace, planned(op, problem))
+        plan = workspace.plans[key] = carried_by(workspace, planned(op, problem))
         if workspace.rank == 0:
             _record(op, problem)
     return plan

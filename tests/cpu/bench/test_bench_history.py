@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 from test_bench_record import make_record
 from typer.testing import CliRunner, Result
 
@@ -48,23 +46,6 @@ def test_what_is_no_row_of_flux_is_left_out(tmp_path: Path) -> None:
     found = history.rows_of([wrong, other], [], [])
     # GPUs of another kind are another row.
     assert sorted(len(each) for each in found.values()) == [1, 1, 1, 1]
-
-
-def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
-    import matplotlib.pyplot as plt
-
-    figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    files = [written(tmp_path, f"2026-01-0{day}", 1.0 / day) for day in (1, 2, 3)]
-    picture = tmp_path / "history.svg"
-    shown = invoke(*files, "--plot", picture)
-    assert shown.exit_code == 0, shown.output
-    drawn = picture.read_text()
-    assert drawn.count('id="axes_') == 3 and len(drawn) > 10_000
-    for axis in figures[0].axes[:3]:  # no marker is cut off
-        assert len(axis.lines) >= 2
-        assert all(1.05 * max(line.get_ydata()) < axis.get_ylim()[1] for line in axis.lines)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

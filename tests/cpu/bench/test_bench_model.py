@@ -10,7 +10,6 @@ import pytest
 from flux.bench import suites
 from flux.bench.cases import OPS
 from flux.bench.model import (
-    OTHERS,
     Bar,
     Row,
     Timing,
@@ -223,23 +222,6 @@ def test_host_and_time_of_a_call_have_bars() -> None:
     s = summarise([fast], both[:1], Bar(row=0.5, us=us - 1))
     assert (s.over_time_bar, s.meets_bar) == (1, False)
     assert summarise([fast], both[:1], Bar(row=0.5, us=us)).meets_bar
-
-
-def test_other_conditions_have_speed_ups_of_their_own() -> None:
-    measured, other = row(FULL), row(FULL)
-    names = [name for name, timing in measured.times.items() if timing.role in ("flux", *OTHERS)]
-    sustained = {name: 3.0 if name == "flux" else 4.0 + i for i, name in enumerate(names)}
-    measured.conditions = {
-        "at sustained clocks": sustained,
-        "after a kernel of torch": {**sustained, "flux": 2.0},
-        "after a kernel of flux": {"flux": 1.0},
-    }
-    best = min(ms for name, ms in sustained.items() if name != "flux")
-    s = summarise([measured, other], [derive(measured), derive(other)], Bar(row=0.5))
-    assert s.conditional == {
-        "at sustained clocks": pytest.approx((best / 3.0,)),
-        "after a kernel of torch": pytest.approx((best / 2.0,)),
-    }
 
 
 def test_geomean_bar_is_for_its_world_size() -> None:

@@ -93,20 +93,6 @@ def test_json_has_what_a_reader_needs(tmp_path: Path) -> None:
     assert data["rows"][0]["derived"]["speedup"] == pytest.approx(0.9)
 
 
-def test_conditions_of_older_files_are_read() -> None:
-    """They had a field for sustained clocks, and one for neighbours."""
-    data = record.to_json(make_record())
-    del data["rows"][0]["conditions"]
-    data["rows"][0] |= {"sustained_ms": {"flux": 0.25}, "after_ms": {"torch": {"flux": 0.5}}}
-    data["rows"][1] |= {"sustained_ms": {}, "after_ms": {}}
-    first, second, *_ = record.from_json(data).rows
-    assert first.conditions == {
-        "at sustained clocks": {"flux": 0.25},
-        "after a kernel of torch": {"flux": 0.5},
-    }
-    assert second.conditions == {}
-
-
 def test_other_schemas_and_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"schema": 99, "rows": []}')
     with pytest.raises(ValueError, match="schema: expected 1, got 99"):

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from flux.bench import timing
-from flux.bench.cases.common import Candidate, Context, rotating
+from flux.bench.cases.common import Context, rotating
 from flux.bench.cases.operands import random_operands
-from flux.bench.model import OTHERS
-from flux.bench.runner import Settings, after, measure
 from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer, GpuTimer, drawn
 
@@ -198,50 +196,6 @@ def test_a_candidate_that_waits_for_the_gpu_does_not_make_the_others_rest(gpu: F
     assert samples["quick"] == pytest.approx([0.1] * 7)
     # 17 bursts of 20 calls; 3.2 s when all rested as long as the one that waits seemed to need.
     assert gpu.host - begun < 250
-
-
-def test_sustained_times_are_those_after_clocks_have_fallen(gpu: FakeGpu) -> None:
-    """A GPU that needs longer for each call after 200 ms without a rest."""
-    timer = make_timer(gpu)
-    rested = gpu.gpu
-
-    def call(name: str, ms: float) -> None:
-        nonlocal rested
-        if gpu.host >= gpu.gpu or "delay" in gpu.log[-2:]:  # the GPU had nothing to do
-            rested = max(gpu.host, gpu.gpu)
-        gpu.enqueue(name, ms * (1.25 if gpu.gpu - rested > 200 else 1.0), ms / 10)
-
-    calls = {"a": partial(call, "a", 0.5), "b": partial(call, "b", 2.0)}
-    bursts = timer.interleaved(calls, 20, 3)
-    assert bursts["a"] == pytest.approx([0.5] * 3)
-    gpu.log.clear()
-    found = timer.sustained(calls, {"a": 0.5, "b": 2.0})
-    assert found == pytest.approx({"a": 0.625, "b": 2.5})
-    # Each candidate runs for 400 ms three times, and a quarter of that is timed; nobody rests behind a delay.
-    assert gpu.log.count("a") == 3 * 800 and gpu.log.count("b") == 3 * 200 and "delay" not in gpu.log
-    first = gpu.log.index("event")
-    assert gpu.log[first + 1 :].index("event") in (50, 200)
-
-
-def test_a_neighbour_goes_before_each_call_and_is_not_counted(gpu: FakeGpu) -> None:
-    settings = Settings((), "custom", "cuda", 1, 1, "bfloat16", iters=4, rounds=3)
-    ms = {"flux": 0.5, "peer": 0.8}
-    candidates = [Candidate(name, name, partial(gpu.enqueue, name, each, 0.01)) for name, each in ms.items()]
-    found = after(partial(gpu.enqueue, "neighbour", 0.125, 0.01), candidates, make_timer(gpu), settings)
-    assert found == pytest.approx(ms)
-    before = [gpu.log[i - 1] for i, name in enumerate(gpu.log) if name in ms]
-    assert len(before) >= 2 * 4 * 3 and set(before) == {"neighbour"}
-
-
-def test_rows_after_a_kernel_of_torch_and_of_flux() -> None:
-    settings = Settings((), "custom", "cpu", 1, 1, "bfloat16", iters=1, rounds=1, neighbours=True)
-    context = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
-    row = measure(Problem("gemm", "a", "local", 40, 136, 64), context, CpuTimer(None), settings)
-    kept = {name for name, timing in row.times.items() if timing.role in ("flux", *OTHERS)}
-    assert {how: set(ms) for how, ms in row.conditions.items()} == {
-        "after a kernel of torch": kept,
-        "after a kernel of flux": kept,
-    }
 
 
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:

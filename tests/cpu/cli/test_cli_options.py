@@ -77,7 +77,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --cpu --model nope", "bench: --model expected to be one of tiny-mlp|got 'nope'"),
         ("bench moe --model nope", "bench: --model expected to be one of mixtral-8x7b|got 'nope'"),
         ("bench layer --model nope", "bench: --model expected to be one of llama-3-8b|got 'nope'"),
-        ("bench --cpu --sustained", "--sustained expected with GPUs"),
         ("bench moe --cpu --imbalance -1", "--imbalance expected to be|from 0 to 1|or zipf or hot, got '-1'"),
         ("bench moe --cpu --imbalance nan", "--imbalance expected to be|got 'nan'"),
         ("bench moe --cpu --imbalance cold", "--imbalance expected to be|got 'cold'"),

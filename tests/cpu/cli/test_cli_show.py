@@ -76,7 +76,7 @@ def test_every_stored_result_is_shown(file: Path) -> None:
     for value in set(leaves(data)):
         said = f"{value:.10g}" if isinstance(value, float) else "–" if value is None else str(value)
         assert said in single or " ".join(said.split()) in words, value
-    for name in set(names(data)) - {"what"}:
+    for name in set(names(data)) - {"what", "about", "packages", "part", "rows"}:
         assert name in words, name
 
 

@@ -118,7 +118,6 @@ VALID: dict[str, Any] = {
     "shapes": {"op": "gemm_ar", "m": 8, "n": 16, "k": 24, "world_size": 2},
 }
 del VALID["result"]["rows"][1:], VALID["result"]["rows"][0]["derived"]
-VALID["result"]["rows"][0] |= {"conditions": {"hot": {"flux": 0.5}}}
 READERS: dict[str, Callable[[Path], object]] = {
     "tuning": files.read,
     "result": record.read,
@@ -247,7 +246,6 @@ def test_every_value_has_a_type_and_a_range(kind: str, tmp_path: Path) -> None:
         ("tuning", ("rows", 0, "note"), 1, "rows[0]: expected no field but op, ranks"),
         ("tuning", ("rows",), 2 * VALID["tuning"]["rows"], "rows[1]: expected another problem"),
         ("result", ("rows", 0, "times", "flux", "samples_ms"), [], "rows[0].times.flux.samples_ms: expected"),
-        ("result", ("rows", 0, "conditions"), {"a": {"b": 1.0}}, "conditions: expected candidates of times"),
         ("result", ("settings", "link_gb_per_s"), 0, "settings.link_gb_per_s: expected a number from 1e-09"),
         ("result", ("rows", 0, "local"), [1, 2], "rows[0].local: expected a list of 3, got [1, 2]"),
         ("vllm", ("rows", 0, "dtype"), "nn", "rows[0].dtype: expected 'bfloat16' or"),
@@ -372,7 +370,6 @@ OPENS = {
     "_files.py": "One reader",
     "bench/plot.py": "`--plot`",
     "bench/suites/__init__.py": "`flux bench --suite`",
-    "cli/history.py": "`--plot`",
     "cli/options.py": "a name that nobody can guess",  # tries whether a target can be written
     "cli/verify_log.py": "`flux-verify-…`",
     "comm/shm.py": "`/dev/shm/flux-<pid>",

@@ -216,16 +216,13 @@ def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
     split = 0
     for m, n, k in ((512, 2560, 8192), (2, 8, 8192), (64, 136, 1024), (4096, 4096, 4096)):
         for tile in core.tile_configs():
-            if tile.supports_keeping:
-                plain = core.select_gemm(m, n, k, False, 132, tile.id)
-                assert plain.cluster < FIRST_SPLIT or tile.supports_split
-                split += plain.cluster >= FIRST_SPLIT
+            plain = core.select_gemm(m, n, k, False, 132, tile.id)
+            assert plain.cluster < FIRST_SPLIT or tile.supports_split
+            split += plain.cluster >= FIRST_SPLIT
             for world_size in (2, 4):
                 shape = (m * world_size, n, k, False, world_size, 132, tile.id)
-                if tile.supports_sending:
-                    assert core.select_gemm_rs(*shape).cluster < FIRST_SPLIT
-                if tile.supports_gathering:
-                    assert core.select_ag_gemm(*shape).cluster < FIRST_SPLIT
+                assert core.select_gemm_rs(*shape).cluster < FIRST_SPLIT
+                assert core.select_ag_gemm(*shape).cluster < FIRST_SPLIT
     assert split > 0, "no case of this test would split K"
 
 
@@ -323,7 +320,7 @@ def test_scales_travel_behind_their_rows(rows: int, columns: int) -> None:
 
 
 def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> None:
-    measured = json.loads((TUNING / "2026-11-23-few-rows-1xH200.json").read_text())["shapes"]
+    measured = json.loads((TUNING / "2026-11-23-few-rows-1xH200.json").read_text())["rows"]
     losses, long_k, against_cublas = [], {}, []
     for shape in measured:
         choice = core.select_gemm(shape["m"], shape["n"], shape["k"], False, 132)
@@ -342,7 +339,8 @@ def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> Non
 
 
 def test_the_time_of_the_tile_of_192_rows_is_that_which_was_measured() -> None:
-    rows = json.loads((TUNING / "2026-11-23-ragged-rows-1xH200.json").read_text())["tile of 192 rows"]
+    rows = json.loads((TUNING / "2026-11-23-ragged-rows-1xH200.json").read_text())["rows"]
+    rows = [row for row in rows if row["part"] == "tile of 192 rows"]
     off: dict[int, list[float]] = {}
     for row in rows:
         times = dict(core.select_gemm(row["m"], row["n"], row["k"], False, 132).candidates)

@@ -122,7 +122,6 @@ def test_the_kernel_is_used_where_it_is_wanted(
 
 def test_choices_are_the_fastest_of_those_that_were_timed() -> None:
     rows = json.loads((TUNING / "2026-11-26-grouped-wgrad-1xH100.json").read_text())["rows"]
-    # As benchmarks/grouped_wgrad.py names them.
     names = {0: "flux, 4 stages", 1: "flux, 3 stages, 5 slabs", ops.PREFETCHES: "flux, 4 stages, prefetched"}
     for row in rows:
         us = row["us"]

@@ -63,7 +63,6 @@ class NodesWorkspace(Workspace):
         way: "auto", "two-level" or "flat" (FLUX_NODES).
     """
 
-    carrier = "nodes"
     topology: Topology
 
     def __init__(

@@ -1,0 +1,347 @@
+"""Random calls on several emulated nodes, each compared with its exact result, as a program of
+every operator; exit status 1 if one differs.
+
+python tests/cpu/nodes/nodes_cases.py --nodes 2x2 --cases 500 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.comm import registry
+from flux.comm.topology import Topology
+from flux.comm.workspace import MAX_WORLD_SIZE
+from flux.moe import reference
+from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing.data import EXACT_LIMIT
+from flux.testing.moe_data import MoeCase, random_case
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Rows of a rank: around the tiles of 128 rows, and around the sizes at which schedules change.
+_ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 48, 50, 63, 96, 130)
+_COLUMNS = (1, 3, 8, 24, 33, 64, 130, 264)
+_INNER = (1, 5, 16, 40, 64, 96)
+
+SEEN: Counter[str] = Counter()  # schedules of layers, which have no plans to be counted
+Group = dist.ProcessGroup
+Check = Callable[[Group, random.Random, int], bool]
+
+
+def _sizes(draw: random.Random) -> tuple[int, int, int, torch.dtype]:
+    return draw.choice(_ROWS), draw.choice(_COLUMNS), draw.choice(_INNER), draw.choice(_DTYPES)
+
+
+def _products(group: Group, draw: random.Random, seed: int, shares_rows: bool) -> GemmRsCase:
+    rows, n, k, dtype = _sizes(draw)
+    p = group.size()
+    m = rows * p if shares_rows else draw.choice((rows, rows * p, rows * p + 1))
+    return GemmRsCase(m, n, k, p, dtype, draw.random() < 0.5, draw.random() < 0.5, seed)
+
+
+def gemm_rs(group: Group, draw: random.Random, seed: int) -> bool:
+    case = _products(group, draw, seed, True)
+    x, weight, bias = case.inputs(group.rank())
+    out = (
+        torch.full((case.m // group.size(), case.n), torch.nan, dtype=case.dtype)
+        if draw.random() < 0.3
+        else None
+    )
+    got = flux.gemm_rs(x, weight, bias, group=group, transpose_weight=case.transpose_weight, out=out)
+    return torch.equal(got, case.expected(group.rank())) and (out is None or got is out)
+
+
+def ag_gemm(group: Group, draw: random.Random, seed: int) -> bool:
+    rows, n, k, dtype = _sizes(draw)
+    p, rank = group.size(), group.rank()
+    case = AgGemmCase(rows * p, n, k, p, dtype, draw.random() < 0.5, draw.random() < 0.5, seed)
+    cases = [case, replace(case, n=n + 8)] if draw.random() < 0.4 else [case]
+    data = [each.inputs(rank) for each in cases]
+    x, weights, biases = data[0][0], [each[1] for each in data], [each[2] for each in data]
+    many: Any = weights if len(cases) > 1 else weights[0]
+    added: Any = None if not case.bias else biases if len(cases) > 1 else biases[0]
+    gathers = draw.random() < 0.5
+    kwargs: Any = {"group": group, "transpose_weight": case.transpose_weight, "return_gathered": gathers}
+    result: Any = flux.ag_gemm(x, many, added, **kwargs)
+    products, gathered = result if gathers else (result, None)
+    products = products if len(cases) > 1 else [products]
+    exact = all(torch.equal(got, each.expected(rank)) for got, each in zip(products, cases, strict=True))
+    return exact and (gathered is None or torch.equal(gathered, case.gathered()))
+
+
+def all_gather(group: Group, draw: random.Random, seed: int) -> bool:
+    rows, _, k, dtype = _sizes(draw)
+    case = AgGemmCase(rows * group.size(), 8, k, group.size(), dtype, seed=seed)
+    return torch.equal(flux.all_gather(case.inputs(group.rank())[0], group=group), case.gathered())
+
+
+def gemm_ar(group: Group, draw: random.Random, seed: int) -> bool:
+    case = _products(group, draw, seed, False)
+    x, weight, bias = case.inputs(group.rank())
+    want = case.expected_sum()
+    residual = torch.full_like(want, 2) if draw.random() < 0.5 else None
+    kwargs: Any = {"group": group, "transpose_weight": case.transpose_weight, "residual": residual}
+    if draw.random() < 0.3:
+        norm_weight = torch.ones(case.n, dtype=case.dtype)
+        _, got = flux.gemm_ar(x, weight, bias, norm_weight=norm_weight, **kwargs)
+    else:
+        got = flux.gemm_ar(x, weight, bias, **kwargs)
+    return torch.equal(got, want if residual is None else (want.float() + 2).to(want.dtype))
+
+
+def _marked(group: Group, draw: random.Random, shape: list[int], dtype: torch.dtype) -> tuple[Any, Any]:
+    """x of this rank, and the sum over ranks: small integers to which every rank adds what no other does."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    base = torch.randint(-2, 3, shape, generator=generator).float()
+    p = group.size()
+    return (base + (1 + group.rank())).to(dtype), (p * base + p * (p + 1) // 2).to(dtype)
+
+
+def all_reduce(group: Group, draw: random.Random, seed: int) -> bool:
+    rows, n, _, dtype = _sizes(draw)
+    x, want = _marked(group, draw, [rows, n] if draw.random() < 0.7 else [rows * n], dtype)
+    residual = torch.full_like(want, 3) if draw.random() < 0.5 else None
+    if residual is not None:
+        want = (want.float() + 3).to(dtype)
+    if x.dim() == 2 and draw.random() < 0.4:
+        norm_weight = torch.ones(n, dtype=dtype)
+        _, got = flux.all_reduce(x, group=group, residual=residual, norm_weight=norm_weight)
+    else:
+        out = draw.choice((None, x, torch.empty_like(x)))
+        got = flux.all_reduce(x, group=group, residual=residual, out=out)
+    return torch.equal(got, want)
+
+
+def reduce_scatter(group: Group, draw: random.Random, seed: int) -> bool:
+    rows, n, _, dtype = _sizes(draw)
+    x, want = _marked(group, draw, [rows * group.size(), n], dtype)
+    got = flux.reduce_scatter(x, group=group)
+    return torch.equal(got, want[group.rank() * rows :][:rows])
+
+
+def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bool:
+    """Routing and both layers. Half of the cases have a bound for what crosses, which is large enough; one in
+    six has slices of experts that span nodes.
+    """
+    workspace = registry.get(group, torch.device("cpu"), "moe.route")
+    p, rank = group.size(), group.rank()
+    topology = workspace.topology or Topology(1, p)
+    nodes = topology.nodes
+    case = random_case(draw.randrange(1 << 20), p, _DTYPES)
+    whole = [ep for ep in range(nodes, p + 1, nodes) if p % ep == 0]
+    spanning = [ep for ep in range(1, p + 1) if p % ep == 0 and ep % nodes]
+    few = p <= MAX_WORLD_SIZE  # layers of more ranks need slices inside nodes
+    ep_size = draw.choice(spanning if draw.random() < spans and few and spanning else whole)
+    experts = ep_size * max(1, case.num_experts // case.ep_size)
+    case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed, ranks_per_node=topology.ranks)
+    if 2 * case.top_k * (p // ep_size) > EXACT_LIMIT[case.dtype]:
+        case = replace(case, top_k=2)
+    share = None
+    if nodes > 1 and draw.random() < 0.5:
+        # Few choices, so that a share is smaller than all tokens.
+        case = replace(case, top_k=draw.choice((1, 1, 2)), skew=draw.choice(("even", "skewed")), dropped=0.4)
+        share = max(_most(case, source, topology.ranks, nodes) for source in range(p))
+        share = min(share + draw.choice((0, 0, 1, 7)), case.max_tokens)
+    ids, weights = case.routing(rank)
+    routing = flux.moe.route(
+        ids,
+        weights,
+        experts,
+        group=group,
+        ep_size=ep_size,
+        max_tokens=case.max_tokens,
+        max_node_tokens=share,
+    )
+    shares = nodes > 1 and routing.incoming.shape[1] != case.max_tokens
+    crosses = "spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens"
+    SEEN[f"moe {crosses if nodes > 1 else 'one node'}"] += 1
+    case = replace(case, own_last=shares)
+    count = len(case.rows(rank))
+    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
+    rows = flux.moe.ag_scatter_gemm(x, w1, routing)
+    hidden = case.hidden_rows(rank, routing.rows.shape[0])
+    out = flux.moe.gemm_gather_rs(hidden, w2, routing)
+    offsets = torch.bincount(case.rows(rank)[:, 0], minlength=experts).view(ep_size, -1)[case.slice_of(rank)]
+    return (
+        torch.equal(rows[:count], case.layer0(rank))
+        and torch.equal(out, case.layer1(rank))
+        and routing.offsets.tolist() == [0, *offsets.cumsum(0).tolist()]
+    )
+
+
+def _most(case: MoeCase, source: int, ranks: int, nodes: int) -> int:
+    """The most tokens of a rank that another node needs."""
+    ids = case.routing(source)[0]
+    found = [((ids >= 0) & (ids * nodes // case.num_experts == node)).any(1).sum() for node in range(nodes)]
+    return max(int(count) for node, count in enumerate(found) if node != source // ranks)
+
+
+def gradients_of_experts(rank: int, world_size: int, ranks: int) -> list[float]:
+    """Largest errors of gradients of x, weights and routing weights, with experts cut in several ways on
+    nodes of `ranks`: even tokens, uneven ones with an empty rank, a bound, slices over nodes.
+    """
+    nodes, p = world_size // ranks, world_size
+    uneven = [(7, 3, 0, 5)[i % 4] for i in range(p)]
+    cases = [(p, False, [5] * p), (nodes, False, uneven)]
+    if nodes > 1:
+        cases += [(nodes, True, [14] * p), (nodes, True, [14, 9, 0, *[14] * (p - 3)]), (1, False, [4] * p)]
+    return [_error_of_experts(rank, p, nodes, *case) for case in cases]
+
+
+def _error_of_experts(rank: int, p: int, nodes: int, ep_size: int, bounded: bool, tokens: list[int]) -> float:
+    """Against torch's gradients on one rank that holds all experts."""
+    hidden, wide, experts, k = 16, 4 * p, 2 * p, 2
+    torch.manual_seed(5)
+    limit = max(tokens)
+    whole1 = 0.3 * torch.randn(experts, 2 * wide, hidden)
+    whole2 = 0.3 * torch.randn(experts, hidden, wide)
+    xs = [torch.randn(count, hidden) for count in tokens]
+    ids = [torch.rand(count, experts).topk(k).indices for count in tokens]
+    share = None
+    if bounded:  # most choices are dropped, so that few tokens cross
+        ids = [torch.where(torch.rand(i.shape) < 0.8, -1, i) for i in ids]
+        needed = [
+            ((of >= 0) & (of * nodes // experts == node)).any(1).sum()
+            for source, of in enumerate(ids)
+            for node in range(nodes)
+            if node != source * nodes // p
+        ]
+        share = max(map(int, needed))
+    scores = [torch.rand(count, k) for count in tokens]
+    tp = p // ep_size
+    mine = slice(rank // tp * (experts // ep_size), (rank // tp + 1) * (experts // ep_size))
+    part = slice(rank % tp * (wide // tp), (rank % tp + 1) * (wide // tp))
+
+    def own(w1: Any, w2: Any) -> tuple[Any, Any]:
+        gates, ups = w1[mine, :wide][:, part], w1[mine, wide:][:, part]
+        return torch.cat([gates, ups], 1), w2[mine, :, part]
+
+    x, score = xs[rank].clone().requires_grad_(), scores[rank].clone().requires_grad_()
+    w1, w2 = (w.clone().requires_grad_() for w in own(whole1, whole2))
+    cut: Any = {"ep_size": ep_size, "max_tokens": limit, "max_node_tokens": share}
+    routing = flux.moe.route(ids[rank], score, experts, **cut)
+    assert not bounded or routing.incoming.shape[1] != limit, "all tokens cross"
+    rows = flux.moe.ag_scatter_gemm(x, w1, routing, activation="swiglu")
+    out = flux.moe.gemm_gather_rs(rows, w2, routing)
+    (out * (1.0 + rank)).sum().backward()
+
+    everything = [t.clone().requires_grad_() for t in (torch.cat(xs), torch.cat(scores), whole1, whole2)]
+    x0, score0, w10, w20 = everything
+    y = reference.moe_mlp(x0, torch.cat(ids), score0, w10, w20, "swiglu")
+    marks = torch.cat([torch.full((count, 1), 1.0 + r) for r, count in enumerate(tokens)])
+    (y * marks).sum().backward()
+    first = sum(tokens[:rank])
+    here = slice(first, first + tokens[rank])
+    assert x0.grad is not None and score0.grad is not None
+    wanted = (x0.grad[here], score0.grad[here], *own(w10.grad, w20.grad), y.detach()[here])
+    got = (x.grad, score.grad, w1.grad, w2.grad, out.detach())
+    return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True) if a.numel())
+
+
+CHECKS: dict[str, Check] = {
+    "gemm_rs": gemm_rs,
+    "ag_gemm": ag_gemm,
+    "all_gather": all_gather,
+    "gemm_ar": gemm_ar,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "moe": moe,
+}
+
+
+DENSE = [op for op in CHECKS if op != "moe"]
+
+
+def schedules(group: Group) -> Counter[str]:
+    """How often each schedule of each operator has been planned so far."""
+    workspace = registry.find(group, torch.device("cpu"))
+    plans = set() if workspace is None else {p for p in workspace.plans.values() if hasattr(p, "levels")}
+    return Counter(
+        f"{plan.op} {plan.levels.schedule}" + (f" in {plan.levels.parts}" if plan.levels.parts > 1 else "")
+        for plan in plans
+        if plan.levels is not None
+    )
+
+
+def subgroups(nodes: int, ranks: int) -> dict[str, list[list[int]]]:
+    """Members of the groups of every kind that such ranks can make."""
+    p = nodes * ranks
+    of_node = [list(range(i * ranks, (i + 1) * ranks)) for i in range(nodes)]
+    return {
+        "rails": [list(range(i, p, ranks)) for i in range(ranks)],
+        "nodes": of_node,
+        "pairs across": [[i, i + ranks] for i in range(p - ranks)],
+        "parts of nodes": [[node[i] for node in of_node for i in (0, 1)]] if ranks > 2 else [],
+        "uneven": [list(range(ranks + 1))] if ranks > 1 and nodes > 1 else [],
+    }
+
+
+def run(
+    rank: int, world_size: int, ops: list[str], cases: int, seed: int, ranks: int = 0
+) -> tuple[list[str], Counter[str]]:
+    """All cases on one rank: those that were not exact, and the schedules that ran.
+
+    ranks: of a node, for cases that take turns on subgroups; 0 for cases on all ranks.
+    """
+    assert dist.group.WORLD is not None
+    groups = [(dist.group.WORLD, dist.group.WORLD, "")]
+    if ranks:
+        kinds = subgroups(world_size // ranks, ranks)
+        groups = [(dist.new_group(of), of, kind) for kind, lists in kinds.items() for of in lists if of[1:]]
+    wrong = []
+    for number in range(cases):
+        group, members, kind = groups[number % len(groups)]
+        if ranks and rank not in members:
+            continue
+        for op in ops:
+            draw = random.Random(f"{seed} {op} {number}")
+            if not (kind == "uneven" and op == "moe") and not CHECKS[op](group, draw, number):
+                wrong.append(f"{op} --seed {seed}, case {number}, rank {rank}, group {members}")
+    flux.check()
+    seen = sum((schedules(group) for group, members, _ in groups if not ranks or rank in members), SEEN)
+    return wrong, seen
+
+
+def parse(nodes: str) -> tuple[int, int]:
+    """Nodes and ranks of "2x4"."""
+    count, ranks = nodes.split("x")
+    return int(count), int(ranks)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default="2x2", help="nodes and ranks of each, such as 2x4")
+    parser.add_argument("--cases", type=int, default=500, help="of each operator")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ops", nargs="*", default=list(CHECKS))
+    parser.add_argument("--engine", default="auto", choices=("auto", "symm"))
+    parser.add_argument("--subgroups", action="store_true", help="cases take turns on subgroups of all kinds")
+    given = parser.parse_args()
+    nodes, ranks = parse(given.nodes)
+    env = {"FLUX_RAIL": given.engine, "FLUX_TIMEOUT_S": "120"}
+    start = time.monotonic()
+    call = (given.ops, given.cases, given.seed, ranks if given.subgroups else 0)
+    results = spawn(run, nodes * ranks, *call, ranks_per_node=ranks, env=env, timeout_s=1e5)
+    wrong = [line for found, _ in results for line in found]
+    print("\n".join(wrong[:20]))
+    print(", ".join(f"{name}: {count}" for name, count in sorted(results[0][1].items())))
+    where = f"{'subgroups of ' if given.subgroups else ''}{nodes} nodes x {ranks}"
+    told = f"{given.cases} cases of {len(given.ops)} operators on {where}"
+    print(f"{told}, engine {given.engine}: {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
