@@ -73,7 +73,7 @@ check-repo: build
 	$(PY) -m pytest $(SPREAD) tests/repository $(ARGS)
 
 soak: build
-	OMP_NUM_THREADS=1 $(PY) tests/cpu/operators/soak.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/stress/soak.py $(ARGS)
 
 faults: build
 	OMP_NUM_THREADS=1 $(PY) tests/cpu/comm/broken_off.py $(ARGS)
@@ -132,7 +132,7 @@ megatron: $(MEGATRON_STAMP)
 	@set -e; for release in $(MEGATRON_RELEASES); do \
 	  export PYTHONPATH=$(abspath $(MEGATRON_VENV)/releases)/$$release; echo "Megatron-Core $$release"; \
 	  case " $(MEGATRON_TESTED) " in \
-	    *" $$release "*) $(MEGATRON_PY) -m pytest tests/cpu/megatron tests/repository/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
+	    *" $$release "*) $(MEGATRON_PY) -m pytest tests/cpu/for_megatron tests/repository/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
 	    *) $(MEGATRON_PY) -m pytest tests/repository/test_megatron_table.py tests/with_megatron $(ARGS) ;; \
 	  esac; \
 	done

@@ -12,9 +12,9 @@ from pathlib import Path
 
 # Where the device code of each operator begins, in csrc. What these files include counts too.
 _MOE = ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu", "moe/routing.cu")
-_GEMM_AR = ("gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu", "gemm/gemm.cu")
+_GEMM_AR = ("gemm_ar/gemm_ar.cu", "gemm/gemm.cu")
 SOURCES = {
-    "gemm": ("gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu"),
+    "gemm": ("gemm/gemm.cu",),
     "gemm_rs": ("gemm_rs/gemm_rs.cu",),
     "ag_gemm": ("ag_gemm/ag_gemm.cu",),
     "gemm_ar": _GEMM_AR,
@@ -25,12 +25,12 @@ SOURCES = {
     "moe_layer0": ("moe/ag_scatter_gemm.cu",),
     "moe_layer1": ("moe/gemm_gather_rs.cu",),
     "moe_mlp": _MOE,
-    "gemm_fp8": ("gemm/gemm_fp8.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu"),
-    "gemm_rs_fp8": ("gemm_rs/gemm_rs_fp8.cu",),
-    "ag_gemm_fp8": ("ag_gemm/ag_gemm_fp8.cu",),
-    "gemm_ar_fp8": ("gemm_ar/gemm_ar_fp8.cu", "gemm/gemm_fp8.cu"),
-    "moe_layer0_fp8": ("moe/layers_fp8.cu",),
-    "moe_layer1_fp8": ("moe/layers_fp8.cu",),
+    "gemm_fp8": ("gemm/gemm.cu",),
+    "gemm_rs_fp8": ("gemm_rs/gemm_rs.cu",),
+    "ag_gemm_fp8": ("ag_gemm/ag_gemm.cu",),
+    "gemm_ar_fp8": _GEMM_AR,
+    "moe_layer0_fp8": ("moe/ag_scatter_gemm.cu",),
+    "moe_layer1_fp8": ("moe/gemm_gather_rs.cu",),
     "quantize_fp8": ("gemm/quantize.cu",),
     "layer_forward": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
     "layer_training": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
@@ -40,6 +40,8 @@ SOURCES = {
     "vllm": _GEMM_AR,
     "vllm_moe": (*_GEMM_AR, *_MOE),
 }
+# Files of older commits whose kernels another one now has.
+_PARTS = {"gemm/gemm.cu": ("gemm/gemm_swap_ab.cu",), "gemm_ar/gemm_ar.cu": ("gemm_ar/gemm_ar_tiles.cu",)}
 # Until this commit each candidate rested for as long as its own host needed: docs/benchmarks.md, "Traps".
 EQUAL_RESTS = "e0cb697"
 
@@ -79,7 +81,8 @@ def share_changed(then: Code, now: Code) -> float:
 def device_code(sources: tuple[str, ...], read: Read) -> Code:
     """The code of these sources and of all that they include, by path in csrc; absent files are left out.
 
-    A .h that only a .cu or a launcher includes is host code: arguments, checks, the choice of tiles.
+    Launchers, a .cu without a kernel, and a .h that only these or a .cu include are host code: arguments,
+    checks, the choice of tiles.
     """
     found: Code = {}
     todo = list(sources)
@@ -88,8 +91,9 @@ def device_code(sources: tuple[str, ...], read: Read) -> Code:
         text = None if path in found else read(path)
         if text is None:
             continue
-        found[path] = code(text)
         on_host = path.endswith(".cu") or "launch" in Path(path).name
+        found[path] = () if on_host and "__global__" not in text else code(text)
+        todo += _PARTS.get(path, ())
         todo += [name for name in _included(text) if name.endswith(".cuh") or not on_host]
     return found
 

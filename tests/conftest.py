@@ -16,7 +16,11 @@ from flux import _native
 
 HERE = Path(__file__).parent
 # Tests import helpers, and other rooms' tests, by name; so do ranks, which are started with this path.
-sys.path += [str(HERE / "helpers"), *sorted(str(room) for room in (HERE / "cpu").iterdir() if room.is_dir())]
+sys.path += [
+    str(HERE / "helpers"),
+    str(HERE / "stress"),
+    *sorted(str(room) for room in (HERE / "cpu").iterdir() if room.is_dir()),
+]
 pytest.register_assert_rewrite("ranks", "repeated")  # helpers whose assertions tell what they compared
 
 

@@ -1,5 +1,4 @@
 #include "ag_gemm/ag_gemm.h"
-#include "ag_gemm/ag_gemm_fp8.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/sm90/launch.cuh"
 #include "runtime/copy_queue.h"
@@ -19,6 +18,18 @@ int choose_pushers(const gemm::TileOrder& order, int n, int num_sms) {
 
 runtime::Matrix slots_matrix(const runtime::SymmBuffer& symm, const Layout& layout, int parity, int k) {
   return {symm.slots(symm.rank, parity), static_cast<int64_t>(symm.world_size - 1) * layout.rows, k, k};
+}
+
+ScaledGatherStore::Params scaled(const GatherStore::Params& store, const OwnScales& scales, bool blocks) {
+  const Layout& layout = store.layout;
+  ScaledGatherStore::Params params = {store, {}, scales};
+  for (int parity = 0; blocks && parity < 2; ++parity) {
+    const char* const slots = store.symm.slots(store.symm.rank, parity);
+    const int64_t vectors = static_cast<int64_t>(layout.world_size - 1) * layout.scale_columns;
+    params.gathered_scales[parity] = runtime::make_vector_map(
+        {slots + layout.scale_offset(0), vectors, layout.rows, layout.scale_stride()}, gemm::kScaleBoxRows);
+  }
+  return params;
 }
 
 }  // namespace
@@ -63,16 +74,18 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.epoch = transport.copy_epoch;
   store.reuse = reuse;
   if (args.is_fp8()) {
-    launch_fp8(args, choice, order, num_sms, store, own_scales, stream);
+    gemm::launch_as<ScaledGatherStore, true>(args, choice, order, rows, num_sms,
+                                             scaled(store, own_scales, scales.blocks), stream,
+                                             store.num_pushers);
   } else {
-    gemm::launch<GatherStore>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
+    gemm::launch_as<GatherStore, false>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
   }
   if (copied && !reuse) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
 }
 
 void prepare() {
-  gemm::gemm_kernels<GatherStore>();
-  prepare_fp8();
+  gemm::KernelTable<gemm::GemmFamily<GatherStore, false>>::on_current_device();
+  gemm::KernelTable<gemm::GemmFamily<ScaledGatherStore, true>>::on_current_device();
   prepare_all_gather();
 }
 

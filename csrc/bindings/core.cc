@@ -346,6 +346,9 @@ void bind_selection(py::module_& m) {
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
       .def_property_readonly("supports_split", &gemm::supports_split)
+      .def_property_readonly("supports_keeping", &gemm::supports_keeping, "For the plain GEMM.")
+      .def_property_readonly("supports_gathering", &gemm::supports_gathering)
+      .def_property_readonly("supports_sending", &gemm::supports_sending)
       .def_property_readonly("name", &tile_name)
       .def("__repr__", [](const gemm::TileConfig& self) { return "<TileConfig " + tile_name(self) + ">"; });
   m.def(
@@ -480,7 +483,6 @@ PYBIND11_MODULE(_core, m) {
   m.attr("WHY_NO_KERNELS") = facts.why_no_kernels;
   m.attr("CUDA_VERSION") = facts.cuda_version;
   m.attr("COMMIT") = facts.commit;
-  m.attr("FP8") = true;  // selections and layouts take the operands' bytes
   bind_atomics(m);
   bind_turn(m);
   bind_known_calls(m);

@@ -129,9 +129,6 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
   }
 }
 
-// Tiles narrower than 128 columns were slower on all shapes measured.
-bool worth_sending(const TileConfig& tile) { return holds_tile(tile) && tile.block_n >= 128; }
-
 // Whether kernels for the problem's operands and result are compiled for the tile.
 bool serves(const Problem& p, const TileConfig& tile) {
   if (tile.operand_bytes() != p.operand_bytes) return false;
@@ -315,7 +312,6 @@ Choice selected(const Problem& p, int packed_choice) {
   for (const TileConfig& tile : kTileConfigs) {
     if ((fixed && tile.id != fixed_config) || !serves(p, tile)) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
-    if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
     for (const Cluster cluster : kClusters) {
       if (one_tile(cluster).cluster_size() > p.num_sms) continue;
       const bool is_free = !fixed || fixed_cluster == 0;

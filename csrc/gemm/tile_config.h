@@ -130,14 +130,18 @@ constexpr bool supports_exchange(const TileConfig& c) {
   return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 128;
 }
 
-// Tiles that are sent to other ranks. The slabs should hold a whole tile, or the math warps wait for the link.
-constexpr bool holds_tile(const TileConfig& c) { return c.slab_n * c.slabs >= c.block_n; }
+// Tiles that are sent to other ranks. The slabs hold a whole tile, or the math warps wait for the link. Narrower tiles
+// were slower on all shapes measured.
 constexpr bool supports_sending(const TileConfig& c) {
-  return !c.is_fp8() || (holds_tile(c) && c.block_n >= 128);
+  return c.slab_n * c.slabs >= c.block_n && c.block_n >= 128;
 }
-// Of two wide fp8 tiles, the one whose slabs do not hold a tile: it has a stage more.
+// Of tiles that differ in their slabs only, the one that gives them the least memory: it has a stage more.
 constexpr bool supports_keeping(const TileConfig& c) {
-  return !c.is_fp8() || c.block_n < 192 || !holds_tile(c);
+  for (const TileConfig& other : kTileConfigs) {
+    if (other.arithmetic == c.arithmetic && other.block_n == c.block_n && other.stages > c.stages)
+      return false;
+  }
+  return true;
 }
 // The fp8 tile of 192 columns gathers nothing: it was timed with no peers (docs/design/fp8.md#cost-model).
 constexpr bool supports_gathering(const TileConfig& c) {

@@ -1,11 +1,24 @@
 #include <algorithm>
 
+#include "gemm/sm90/instances.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
+#include "gemm_ar/exchange_store.cuh"
 #include "gemm_ar/gemm_ar.h"
-#include "gemm_ar/gemm_ar_tiles.h"
 #include "runtime/check.h"
 #include "runtime/launch.h"
+
+// Swap-AB tiles of 16 bits are compiled here, beside the sums.
+extern template class flux::gemm::KernelTable<flux::gemm::SwapAbFamily<flux::gemm::ExchangeOutput, true>>;
+extern template class flux::gemm::KernelTable<
+    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<false>, false>>;
+extern template class flux::gemm::KernelTable<
+    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<false>, true>>;
+extern template class flux::gemm::KernelTable<
+    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<true>, false>>;
+extern template class flux::gemm::KernelTable<
+    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<true>, true>>;
 
 namespace flux::gemm_ar {
 namespace {
@@ -88,18 +101,17 @@ void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& ex
   const gemm::Choice choice = gemm::select(problem, args.config);
   gemm::ExchangeParams params = exchange;
   order_sums(args, choice, num_sms, params);
-  if (args.is_fp8() && choice.sums_in_launch) {
-    gemm_ar_fp8(args, choice, params, num_sms, stream);
-    return;
-  }
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
     return;
   }
   gemm::GemmArgs product = args;
-  product.bias = nullptr;
+  product.bias = nullptr;  // added to the sum
   if (choice.sums_in_launch) {
-    gemm_ar_in_tiles(product, choice, params, num_sms, stream);
+    const gemm::TileOrder order = gemm::plain_order(args, choice);
+    (order.split() > 1
+         ? gemm::launch<ExchangeStore<true>>
+         : gemm::launch<ExchangeStore<false>>)(product, choice, order, args.m(), num_sms, params, stream);
     return;
   }
   // Two launches. `out` first holds the product; the sum reads each vector before it overwrites it.
@@ -145,9 +157,9 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
 }
 
 void prepare() {
-  gemm::swap_ab_kernels<gemm::ExchangeOutput>();
-  prepare_tiles();
-  prepare_fp8();
+  gemm::prepare_swap_ab_kernels<gemm::ExchangeOutput>();
+  gemm::prepare_kernels<ExchangeStore<false>>();
+  gemm::prepare_kernels<ExchangeStore<true>>();
   prepare_sum();
   prepare_int8();
 }

@@ -1,6 +1,5 @@
 #include "gemm/sm90/launch.cuh"
 #include "gemm_rs/gemm_rs.h"
-#include "gemm_rs/gemm_rs_fp8.h"
 #include "gemm_rs/store.cuh"
 #include "runtime/copy_queue.h"
 
@@ -61,17 +60,10 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
                                    .rows_per_shard = rows_per_shard,
                                    .n = args.n(),
                                    .rounds_own = rounds_own};
-  if (args.is_fp8()) {
-    launch_fp8(args, choice, order, rows_per_shard, num_sms, store, stream);
-  } else {
-    gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
-  }
+  gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
   if (copied) send_staged(symm, layout, chunks, transport, stream);
 }
 
-void prepare() {
-  gemm::gemm_kernels<SlotStore>();
-  prepare_fp8();
-}
+void prepare() { gemm::prepare_kernels<SlotStore>(); }
 
 }  // namespace flux::gemm_rs

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "moe/arriving_rows.cuh"
-#include "moe/fp8.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {
@@ -26,13 +25,23 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
                                      .firsts = routing.firsts,
                                      .num_pushers = std::min(kPushers, num_sms)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
-  if (args.is_fp8()) {
-    ag_scatter_gemm_fp8(args, schedule, rows, stream);
+  if (!args.is_fp8()) {
+    launch_grouped_as<ArrivingRows, false>(args, schedule, layout.expected_rows(), rows, stream);
     return;
   }
-  launch_grouped<ArrivingRows>(args, schedule, layout.expected_rows(), rows, stream);
+  const gemm::Scales& s = args.scales;
+  ScaledArrivingRows::Params scaled = {rows};
+  scaled.scales = s.x;
+  scaled.step = s.blocks ? 1 : s.x_step;
+  scaled.stride = s.x_stride;
+  scaled.columns = args.scale_columns();
+  scaled.slot_row_bytes = slot_row_bytes(row_bytes, scaled.columns);
+  launch_grouped_as<ScaledArrivingRows, true>(args, schedule, layout.expected_rows(), scaled, stream);
 }
 
-void prepare_ag_scatter_gemm() { grouped_kernels<ArrivingRows>(); }
+void prepare_ag_scatter_gemm() {
+  GroupedKernels<ArrivingRows, false>::on_current_device();
+  GroupedKernels<ScaledArrivingRows, true>::on_current_device();
+}
 
 }  // namespace flux::moe

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "moe/combining_rows.cuh"
-#include "moe/fp8.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {
@@ -41,17 +40,13 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
       .num_tokens = combine.num_tokens,
       .communication_ctas = std::min(combine.communication_ctas, num_sms - 1)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
-  if (args.is_fp8()) {
-    gemm_gather_rs_fp8(args, schedule, rows, combine.tiles_per_chunk, stream);
-    return;
-  }
   launch_grouped<CombiningRows>(args, schedule, layout.expected_rows(), rows, stream,
                                 combine.tiles_per_chunk);
 }
 
 void prepare_gemm_gather_rs() {
-  grouped_kernels<CombiningRows>();
-  prepare_layers_fp8();
+  GroupedKernels<CombiningRows, false>::on_current_device();
+  GroupedKernels<CombiningRows, true>::on_current_device();
 }
 
 }  // namespace flux::moe

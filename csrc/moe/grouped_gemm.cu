@@ -1,6 +1,10 @@
-#include "moe/fp8.h"
+#include "gemm/sm90/instances.cuh"
 #include "moe/grouped_launch.cuh"
 #include "moe/local_rows.cuh"
+
+// Those of 16 bits are compiled here, beside the schedule.
+extern template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::OrderedRows, true>>;
+extern template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::ScaledIndexedRows, true>>;
 
 namespace flux::moe {
 namespace {
@@ -50,22 +54,29 @@ Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, i
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   const Schedule schedule =
       schedule_by_expert(args.offsets, args.experts(), args.num_rows, args.schedule, stream);
-  if (args.is_fp8()) {
-    grouped_gemm_fp8(args, schedule, stream);
-    return;
-  }
   if (args.rows == nullptr) {
     launch_grouped<OrderedRows>(args, schedule, args.num_rows, {}, stream);
     return;
   }
   const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows};
-  launch_grouped<IndexedRows>(args, schedule, args.num_rows, rows, stream);
+  if (!args.is_fp8()) {
+    launch_grouped_as<IndexedRows, false>(args, schedule, args.num_rows, rows, stream);
+    return;
+  }
+  const gemm::Scales& s = args.scales;
+  ScaledIndexedRows::Params scaled = {rows};
+  scaled.row_bytes = static_cast<int>(args.x.columns);
+  scaled.scales = s.x;
+  scaled.step = s.blocks ? 1 : s.x_step;
+  scaled.stride = s.blocks ? s.x_stride : 0;
+  launch_grouped_as<ScaledIndexedRows, true>(args, schedule, args.num_rows, scaled, stream);
 }
 
 void prepare_grouped_gemm() {
-  grouped_kernels<OrderedRows>();
-  grouped_kernels<IndexedRows>();
-  prepare_grouped_gemm_fp8();
+  GroupedKernels<OrderedRows, false>::on_current_device();
+  GroupedKernels<OrderedRows, true>::on_current_device();
+  GroupedKernels<IndexedRows, false>::on_current_device();
+  GroupedKernels<ScaledIndexedRows, true>::on_current_device();
 }
 
 }  // namespace flux::moe

@@ -38,10 +38,8 @@ struct GroupedFamily {
   }
 };
 
-template <class Rows, bool kFp8 = false>
-gemm::KernelTable<GroupedFamily<Rows, kFp8>>& grouped_kernels() {
-  return gemm::KernelTable<GroupedFamily<Rows, kFp8>>::on_current_device();
-}
+template <class Rows, bool kFp8>
+using GroupedKernels = gemm::KernelTable<GroupedFamily<Rows, kFp8>>;
 
 // Both layers: checks that the workspace and the weight match the layout.
 inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
@@ -80,9 +78,9 @@ inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) 
 }
 
 // expected_rows: the number of rows for which the tile shape is chosen.
-template <class Rows, bool kFp8 = false>
-void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
-                    const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
+template <class Rows, bool kFp8>
+void launch_grouped_as(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
+                       const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
   const int num_sms = runtime::usable_sms(args.num_sms);
   const int k = static_cast<int>(args.x.columns), n = args.n(), experts = args.experts();
   const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
@@ -123,7 +121,16 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   params.out = args.out;
   params.rows = rows;
   runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
-      .run(grouped_kernels<Rows, kFp8>().get(args.dtype, args.transpose_weight, config), params);
+      .run(GroupedKernels<Rows, kFp8>::on_current_device().get(args.dtype, args.transpose_weight, config),
+           params);
+}
+
+// For operands of both kinds.
+template <class Rows>
+void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
+                    const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
+  const auto launch = args.is_fp8() ? launch_grouped_as<Rows, true> : launch_grouped_as<Rows, false>;
+  launch(args, schedule, expected_rows, rows, stream, tiles_per_chunk);
 }
 
 }  // namespace flux::moe

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "gemm/sm90/kernel_table.h"
+#include "gemm/sm90/instances.cuh"
 #include "moe/moe.h"
 #include "moe/sm90_grouped_wgrad.cuh"
 #include "runtime/check.h"

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_workers import DTYPES, outlive
+from dist_workers import DTYPES, differs, raises_in_capture
 
 import flux
 from flux.ops import gemm as products
@@ -22,14 +18,6 @@ SHAPES = [(1, 8, 8), (1, 4096, 1032), (7, 264, 72), (16, 8192, 2048), (64, 1024,
 SHAPES += [(256, 4096, 512), (1000, 2048, 264)]
 
 
-def differs(what: object, result: torch.Tensor, expected: torch.Tensor) -> list[str]:
-    """Empty if the result is exact."""
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return [f"{what}: {tuple(result.shape)} {result.dtype}"]
-    count = int((result != expected).sum())
-    return [f"{what}: {count} of {expected.numel()} elements differ"] if count else []
-
-
 def not_everywhere(what: object, result: torch.Tensor) -> list[str]:
     """Empty if all ranks have the same bits."""
     mine = result.contiguous().view(torch.uint8)
@@ -39,15 +27,7 @@ def not_everywhere(what: object, result: torch.Tensor) -> list[str]:
     return [] if same else [f"{what}: not the same on all ranks"]
 
 
-def random_sum(rng: random.Random, world_size: int, seed: int) -> GemmRsCase:
-    m = rng.randint(1, 64) if rng.random() < 0.7 else rng.randint(65, 600)
-    # Now and then a size that the kernel does not take: those must not disturb the fused calls around them.
-    n = 8 * rng.randint(1, 300) + (rng.random() < 0.03)
-    k = 8 * rng.randint(1, 80)
-    return GemmRsCase(m, n, k, world_size, rng.choice(DTYPES), rng.random() < 0.3, rng.random() < 0.3, seed)
-
-
-def exact_sums(rank: int, world_size: int) -> list[str]:
+def exact(rank: int, world_size: int) -> list[str]:
     told = []
     for number, (m, n, k) in enumerate(SHAPES):
         for flags in range(4):
@@ -153,79 +133,6 @@ def unfused_and_composed(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def many_shapes(rank: int, world_size: int, number: int, sleep_s: float) -> list[str]:
-    """Random shapes and operators back to back; results are only looked at in batches, so that ranks run
-    ahead of each other.
-    """
-    told: list[str] = []
-    # Of `shapes` all ranks draw the same, of `delays` each its own.
-    shapes, delays = random.Random(world_size), random.Random(rank)
-    for first in range(0, number, 50):
-        pending: list[tuple[str, torch.Tensor, Callable[[], torch.Tensor]]] = []
-        for seed in range(first, first + 50):
-            kind = shapes.choice(["gemm_ar"] * 6 + ["all_reduce"] * 3 + ["gemm_rs"])
-            case = random_sum(shapes, world_size, seed)
-            if kind == "gemm_rs":
-                m = -(-case.m // world_size) * world_size
-                case = GemmRsCase(m, case.n, case.k, world_size, case.dtype, seed=seed)
-            x, weight, bias = case.inputs(rank, "cuda")
-            layout = {"transpose_weight": case.transpose_weight}
-            if delays.random() < 0.1:
-                time.sleep(delays.random() * sleep_s)
-            if delays.random() < 0.2:
-                torch.cuda._sleep(int(delays.random() * 2_000_000))
-            wanted = partial(case.expected_sum, "cuda")
-            if kind == "gemm_rs":
-                result = flux.gemm_rs(x, weight, bias, **layout)
-                wanted = partial(case.expected, rank, "cuda")
-            elif kind == "all_reduce":
-                result = flux.all_reduce(products.reference(x, weight, None, case.transpose_weight))
-                result = result if bias is None else result + bias
-            else:
-                result = flux.gemm_ar(x, weight, bias, **layout)
-            # A peer must not read what this rank's call has been given.
-            x.fill_(7)
-            pending.append((f"{kind} {case}", result, wanted))
-        for what, result, expected in pending:
-            told += differs(what, result, expected())
-    flux.check()
-    return told
-
-
-def seconds_late(rank: int, world_size: int) -> list[str]:
-    told = []
-    cases = [GemmRsCase(m, 4096, 512, world_size) for m in (8, 256)]
-    data = [(case, case.inputs(rank, "cuda"), case.expected_sum("cuda")) for case in cases]
-    for late in range(world_size):
-        if rank == late:
-            time.sleep(2.0)
-        for _ in range(5):
-            for case, (x, weight, _), expected in data:
-                told += differs(case, flux.gemm_ar(x, weight), expected)
-    return told
-
-
-def two_groups(rank: int, world_size: int) -> list[str]:
-    """Rows and columns of a mesh with two rows, in turns."""
-    told = []
-    half = world_size // 2
-    rows = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world_size)))]
-    columns = [dist.new_group([i, i + half]) for i in range(half)]
-    for number in range(60):
-        by_row = number % 3 != 0
-        group = rows[rank // half] if by_row else columns[rank % half]
-        place, colour = (rank % half, rank // half) if by_row else (rank // half, rank % half)
-        case = random_sum(random.Random(half * number + colour), group.size(), half * number + colour)
-        x, weight, bias = case.inputs(place, "cuda")
-        result = flux.gemm_ar(x, weight, bias, group=group, transpose_weight=case.transpose_weight)
-        told += differs(case, result, case.expected_sum("cuda"))
-        if number % 10 == 0:
-            everybody = GemmRsCase(32, 264, 136, world_size, seed=number)
-            x, weight, _ = everybody.inputs(rank, "cuda")
-            told += differs(everybody, flux.gemm_ar(x, weight), everybody.expected_sum("cuda"))
-    return told
-
-
 def graphs(rank: int, world_size: int, replays: int) -> list[str]:
     """32 calls of which each takes what the one before gave, replayed.
 
@@ -260,15 +167,7 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
         return h
 
     static = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            chain(static)
-        told.append("capture without a workspace did not raise")
-    except RuntimeError as error:
-        if "flux.reserve" not in str(error):
-            told.append(str(error))
-    torch.cuda.synchronize()
+    told += raises_in_capture(lambda: chain(static))
     flux.reserve(max_m=m, max_n=n, max_k=1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -297,29 +196,4 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
     return told
 
 
-def streams(rank: int, world_size: int) -> list[str]:
-    told = []
-    cases = [GemmRsCase(m, 1024, 512, world_size, seed=m) for m in (4, 300)]
-    data = [case.inputs(rank, "cuda") for case in cases]
-    torch.cuda.synchronize()
-    results = []
-    side = [torch.cuda.Stream() for _ in range(3)]
-    for number in range(60):
-        x, weight, _ = data[number % 2]
-        with torch.cuda.stream(side[(number * 7) % 3]):
-            if number % 5 == 0:
-                torch.cuda._sleep(3_000_000)
-            results.append((number % 2, flux.gemm_ar(x, weight)))
-    torch.cuda.synchronize()
-    for which, result in results:
-        told += differs(cases[which], result, cases[which].expected_sum("cuda"))
-    flux.release()
-    for case, (x, weight, _) in zip(cases, data, strict=True):
-        told += differs(f"released, {case}", flux.gemm_ar(x, weight), case.expected_sum("cuda"))
-    return told
-
-
-def victim(rank: int, world_size: int, dying: int, delay_s: float, m: int) -> dict[str, Any]:
-    case = GemmRsCase(m, 4096, 2048, world_size)
-    x, weight, _ = case.inputs(rank, "cuda")
-    return outlive(lambda: flux.gemm_ar(x, weight), case.expected_sum("cuda"), rank == dying, delay_s)
+ONLY = [rounded_sums, unfused_and_composed]

@@ -8,7 +8,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from ar_workers import differs, not_everywhere
+from ar_workers import not_everywhere
+from dist_workers import differs
 
 import flux
 from flux.ops.norm_and_quant import QUANTS

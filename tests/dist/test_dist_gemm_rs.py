@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import dist_workers
-import pytest
-from ranks import BACKENDS, SIZES, check_a_killed_rank_is_named, run
+import rs_workers
+from dense_tests import DenseTests, Killed
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_exact_sums(world_size: int, backend: str) -> None:
-    run(dist_workers.exact_sums, world_size, FLUX_SYMM_BACKEND=backend)
+class TestGemmRs(DenseTests):
+    op, workers = "gemm_rs", rs_workers
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_with_one_hardware_queue(world_size: int) -> None:
-    run(dist_workers.exact_sums, world_size, CUDA_DEVICE_MAX_CONNECTIONS="1")
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("unfused_kinds", ()),
-        ("many_shapes", (500, 0.005)),
-        ("seconds_late", ()),
-        ("graphs", ()),
-        ("streams", ()),
-    ],
-)
-def test_scenario(world_size: int, name: str, args: tuple[Any, ...]) -> None:
-    run(getattr(dist_workers, name), world_size, *args)
-
-
-@pytest.mark.parametrize("world_size", SIZES[1:])
-def test_two_groups_at_the_same_time(world_size: int) -> None:
-    run(dist_workers.two_groups, world_size)
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ["graphs", "many_shapes"])
-def test_nvshmem_backend(world_size: int, name: str) -> None:
-    run(
-        getattr(dist_workers, name),
-        world_size,
-        *((100, 0.005) if name == "many_shapes" else ()),
-        FLUX_SYMM_BACKEND="nvshmem",
-    )
-
-
-@pytest.mark.gpus(2)
-@pytest.mark.parametrize("round_", range(10))
-def test_a_killed_rank_is_named(round_: int) -> None:
-    check_a_killed_rank_is_named("gemm_rs", dist_workers.victim, round_)
+class TestKilled(Killed):
+    op = "gemm_rs"
+    sizes = [(4096, 4096, 512)]

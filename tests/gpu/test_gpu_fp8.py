@@ -31,11 +31,9 @@ SHAPES = [(1, 8, 16), (127, 200, 400), (128, 64, 128), (129, 264, 528), (300, 10
 SUMS = [(1, 8, 16), (1, 4096, 256), (5, 136, 144), (16, 1024, 512), (64, 520, 384), (130, 264, 528)]
 ALONE, PAIR_M, PAIR_N, SPLIT = 1, 2, 3, 4  # clusters
 ALL_TILES = core.tile_configs(1)
-# Columns and stages: of tiles for gemm_rs alone (slabs for a whole tile); of that for the plain GEMM alone.
-SENT, PLAIN = ((256, 3), (192, 4)), (192, 5)
-TILES = [tile for tile in ALL_TILES if (tile.block_n, tile.stages) != PLAIN]
-SENDING = [tile for tile in TILES if tile.block_n >= 128 and (tile.block_n, tile.stages) != (256, 4)]
-KEEPING = [tile for tile in TILES if (tile.block_n, tile.stages) not in SENT]
+TILES = [tile for tile in ALL_TILES if tile.supports_sending or tile.supports_gathering]
+SENDING = [tile for tile in TILES if tile.supports_sending]
+KEEPING = [tile for tile in TILES if tile.supports_gathering]
 CHOSEN = -1
 
 
@@ -107,7 +105,7 @@ def test_torchs_product_is_exact(kind: str, dtype: torch.dtype, accumulate: str)
 def test_gemm_in_every_tile_is_exact(kind: str, tile: core.TileConfig) -> None:
     if not tile.promotes and kind == "block":
         pytest.skip("tiles without promotion have no scales of blocks")
-    if (tile.block_n, tile.stages) in SENT:
+    if not tile.supports_keeping:
         pytest.skip("only tiles that are sent need slabs for a whole tile")
     for number, (m, n, k) in enumerate([(1, 8, 256), (129, 264, 640), (300, 1032, 4352)]):
         x_dtype = E5M2 if tile.promotes and number == 1 else E4M3

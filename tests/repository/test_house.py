@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "_memory": set(),
     "fp8": _BASE | {"comm", "_memory"},
     "plan": _BASE | {"comm", "measured", "fp8"},
-    "calls": _BASE | {"comm", "fp8", "_memory"},
+    "calls": _BASE | {"comm", "fp8", "plan", "_memory"},
     "ops": _OPERATE,
     "_sharded": _BASE | {"comm"},
     "moe": _OPERATE | {"ops", "_sharded"},
@@ -95,12 +95,12 @@ def foreign_headers(root: Path) -> list[str]:
 
 
 def upward_includes(root: Path) -> list[str]:
-    """runtime <- gemm <- op folders <- bindings; op folders don't include each other."""
+    """runtime <- gemm <- op folders <- bindings, instances; op folders don't include each other."""
     folders = {path.name for path in (root / "csrc").iterdir() if path.is_dir()}
     found = []
     for path, folder, target in includes(root):
         other = target.split("/")[0]
-        allowed = {"runtime": set(), "gemm": {"runtime"}, "bindings": folders}.get(
+        allowed = {"runtime": set(), "gemm": {"runtime"}, "bindings": folders, "instances": folders}.get(
             folder, {"runtime", "gemm"}
         )
         if other in folders and other not in allowed | {folder}:

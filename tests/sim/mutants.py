@@ -26,33 +26,36 @@ import simulator
 CASES = {"too_late_rank": 180, "gemm_ar": 324, "all_reduce": 216}
 CPU_SECONDS = 300
 # What is compiled again if a header changes.
-_AR = ("gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu")
+_AR = ("gemm_ar/gemm_ar.cu", "instances/gemm_ar.cu")
+_RS = ("gemm_rs/gemm_rs.cu", "instances/gemm_rs.cu")
+_GEMM_FP8 = ("gemm/gemm.cu", "instances/gemm_fp8.cu")
+_LAYERS = ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu")
 KERNELS_OF = {
-    "ordinary": ("gemm/gemm.cu",),
-    "split_k": ("gemm/gemm_split_k.cu",),
-    "swap_ab": ("gemm/gemm_swap_ab.cu",),
-    "gemm_rs": ("gemm_rs/gemm_rs.cu",),
-    "gemm_rs_frozen": ("gemm_rs/gemm_rs.cu",),
+    "ordinary": ("gemm/gemm.cu", "instances/gemm.cu"),
+    "split_k": ("gemm/gemm.cu", "instances/gemm_split_k.cu"),
+    "swap_ab": ("gemm/gemm.cu", "instances/gemm_swap_ab.cu"),
+    "gemm_rs": _RS,
+    "gemm_rs_frozen": _RS,
     "gemm_ar": _AR,
     "all_reduce": _AR,
     "norm_bits": _AR,
     "overlap": _AR,
     "all_gather": ("ag_gemm/all_gather.cu",),
-    "ag_gemm": ("ag_gemm/ag_gemm.cu",),
+    "ag_gemm": ("ag_gemm/ag_gemm.cu", "instances/ag_gemm.cu"),
     "moe_route": ("moe/routing.cu",),
     "grouped_gemm": ("moe/grouped_gemm.cu",),
     "grouped_wgrad": ("moe/grouped_wgrad.cu",),
     "moe_combine": ("moe/combine.cu",),
     "expert_rows": ("moe/expert_rows.cu",),
-    "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
+    "moe_layers": (*_LAYERS, "instances/ag_scatter_gemm.cu", "instances/gemm_gather_rs.cu"),
     "copy_queue": (),
-    "refused": (*_AR, "gemm_ar/gemm_ar_fp8.cu"),
-    **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), ("gemm/gemm_fp8.cu",)),
-    "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "ag_gemm/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
-    "fp8_gemm_rs": ("gemm_rs/gemm_rs_fp8.cu",),
-    "fp8_gemm_ar": ("gemm_ar/gemm_ar_fp8.cu",),
-    "fp8_grouped_gemm": ("moe/grouped_gemm_fp8.cu",),
-    "fp8_moe_layers": ("moe/layers_fp8.cu",),
+    "refused": (*_AR, "instances/gemm_ar_fp8.cu"),
+    **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), _GEMM_FP8),
+    "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "instances/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
+    "fp8_gemm_rs": ("gemm_rs/gemm_rs.cu", "instances/gemm_rs_fp8.cu"),
+    "fp8_gemm_ar": ("gemm_ar/gemm_ar.cu", "instances/gemm_ar_fp8.cu"),
+    "fp8_grouped_gemm": ("moe/grouped_gemm.cu", "instances/grouped_gemm_fp8.cu"),
+    "fp8_moe_layers": (*_LAYERS, "instances/moe_layers_fp8.cu"),
     "quantize": ("gemm/quantize.cu",),
     "add_norm": ("gemm/add_norm.cu",),
     **dict.fromkeys(("int8_sum", "int8_sum_frozen"), ("gemm_ar/int8_sum.cu",)),

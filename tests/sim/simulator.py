@@ -34,8 +34,14 @@ _HOST = [*_KERNEL, "-Dthread_local="]
 _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/sim/engine", "-x", "c++"]
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
 _RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
-_GEMM = ["gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu", "gemm/select.cc"]
-_GEMM += ["gemm/gemm_fp8.cu", "gemm/quantize.cu", "gemm/add_norm.cu"]
+
+
+def _instances(*names: str) -> list[str]:
+    return [f"instances/{name}.cu" for name in names]
+
+
+_GEMM = ["gemm/gemm.cu", "gemm/select.cc", "gemm/quantize.cu", "gemm/add_norm.cu"]
+_GEMM += _instances("gemm", "gemm_split_k", "gemm_swap_ab", "gemm_fp8")
 
 
 @dataclass(frozen=True)
@@ -50,17 +56,12 @@ class Program:
 
 _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "add_norm", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
-_GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
-_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_rows.cu"]
-_MOE += [
-    "moe/ag_scatter_gemm.cu",
-    "moe/gemm_gather_rs.cu",
-    "moe/grouped_gemm_fp8.cu",
-    "moe/layers_fp8.cu",
-    "gemm/select.cc",
-]
-_RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
-_RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu", "gemm_ar/int8_sum.cu"]
+_GATHER += _instances("ag_gemm", "ag_gemm_fp8")
+_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_rows.cu", "gemm/select.cc"]
+_MOE += ["moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"]
+_MOE += _instances("grouped_gemm_fp8", "ag_scatter_gemm", "gemm_gather_rs", "moe_layers_fp8")
+_RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/int8_sum.cu"]
+_RANKS += _instances("gemm_rs", "gemm_rs_fp8", "gemm_ar", "gemm_ar_fp8")
 _ALL = (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME)
 
 PROGRAMS = {

@@ -19,40 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dense_calls import COLLECTIVES, Call, wrong
 
 import flux
-from flux.testing import AgGemmCase, GemmRsCase, RankFailure, spawn
+from flux.testing import RankFailure, spawn
 
-OPS = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
 SPAWN_S = 90.0
 
 
-def one_call(op: str, case: GemmRsCase | AgGemmCase, rank: int, group: dist.ProcessGroup) -> None:
-    """Makes one call, and raises AssertionError if its result is not exact."""
-    x, weight, bias = case.inputs(rank)
-    if isinstance(case, AgGemmCase):
-        if op == "all_gather":
-            result, expected = flux.all_gather(x, group=group), case.gathered()
-        else:
-            result, expected = flux.ag_gemm(x, weight, bias, group=group), case.expected(rank)
-    elif op in ("all_reduce", "reduce_scatter"):
-        product = (x.float() @ weight.float().t()).to(x.dtype)
-        result = getattr(flux, op)(product, group=group)
-        expected = case.expected_sum() if op == "all_reduce" else case.expected(rank)
-    else:
-        result = getattr(flux, op)(x, weight, bias, group=group)
-        expected = case.expected_sum() if op == "gemm_ar" else case.expected(rank)
-    assert torch.equal(result, expected), f"{op} {case}: wrong on rank {rank} of {group.group_name}"
-
-
-def draw(dice: random.Random, world_size: int) -> tuple[str, GemmRsCase | AgGemmCase]:
-    op = dice.choice(OPS)
-    rows = dice.choice((1, 3, 10, 64, 200)) * world_size
-    n, k = dice.choice((8, 24, 100, 520)), dice.choice((4, 16, 72))
-    dtype = dice.choice((torch.bfloat16, torch.float32))
-    has_bias = op in ("gemm_rs", "ag_gemm", "gemm_ar") and dice.random() < 0.3
-    make = AgGemmCase if op in ("ag_gemm", "all_gather") else GemmRsCase
-    return op, make(rows, n, k, world_size, dtype, bias=has_bias, seed=dice.randrange(1000))
+def sizes(dice: random.Random) -> tuple[int, int, int]:
+    return dice.choice((1, 3, 10, 64, 200)), dice.choice((8, 24, 100, 520)), dice.choice((4, 16, 72))
 
 
 def should_stop(folder: Path) -> bool:
@@ -66,10 +42,10 @@ def work(rank: int, world_size: int, folder: Path, seed: int) -> dict[str, Any]:
     (folder / f"started-{rank}").write_text(str(os.getpid()))
     world = dist.group.WORLD
     assert world is not None
-    groups = [(world, rank)]
+    groups = [world]
     if world_size == 4:
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        groups.append((halves[rank // 2], rank % 2))
+        groups.append(halves[rank // 2])
     dice = random.Random(seed)
     told: dict[str, Any] = {"calls": 0, "error": None}
     group, begin = world, time.monotonic()
@@ -80,14 +56,15 @@ def work(rank: int, world_size: int, folder: Path, seed: int) -> dict[str, Any]:
             group, begin = world, time.monotonic()
             if told["calls"] % 4 == 0 and should_stop(folder):
                 break
-            group, place = dice.choice(groups)
+            group = dice.choice(groups)
             begin = time.monotonic()
-            op, case = draw(dice, group.size())
+            op = dice.choice(COLLECTIVES)
             if dice.random() < 0.08:
                 flux.release(group)
             if dice.random() < 0.08:
                 flux.reserve(group, max_m=dice.choice((64, 1024)), max_n=256, max_k=64)
-            one_call(op, case, place, group)
+            call = Call(dice, dice.randrange(1000), group, sizes, (torch.bfloat16, torch.float32))
+            assert (bad := wrong(call.make(op))) == [], bad
             told["calls"] += 1
     except flux.CommTimeoutError as error:
         members = dist.get_process_group_ranks(group)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from leftovers import await_end, await_files, files, processes, start  # noqa: E402
 
 PROGRAM = str(Path(__file__).with_name("random_calls.py"))

@@ -1,6 +1,6 @@
 """Saves the graphs of vLLM that flux rewrites, for tests without vLLM (test_vllm_saved_graphs.py).
 
-    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm/vllm_graphs/0.33.0.zip [MODEL ...]
+    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py FILE.zip [MODEL ...]
 
 With names of models, it adds those to a file that is there.
 Of each model the whole graph, as flux is asked to make it sequence parallel, and the pieces of the range of

@@ -30,12 +30,8 @@ class KernelTable {
   using Kernel = void (*)(typename Family::Params);
 
   // Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
-  static KernelTable& on_current_device() {
-    static KernelTable table{std::make_integer_sequence<int, Family::kTiles>()};
-    static runtime::OncePerDevice once;
-    once([] { table.raise_limits(); });
-    return table;
-  }
+  // Defined in instances.cuh: what calls it does not compile the kernels.
+  static KernelTable& on_current_device();
 
   // dtype: of the result. Results in fp32, if there are any, come from the kernels for bf16.
   Kernel get(runtime::DType dtype, bool transpose_weight, int tile) const {

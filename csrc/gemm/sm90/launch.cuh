@@ -39,9 +39,10 @@ struct GemmFamily {
   }
 };
 
-template <class Store, bool kFp8 = false>
-KernelTable<GemmFamily<Store, kFp8>>& gemm_kernels() {
-  return KernelTable<GemmFamily<Store, kFp8>>::on_current_device();
+template <class Store>
+void prepare_kernels() {
+  KernelTable<GemmFamily<Store, false>>::on_current_device();
+  KernelTable<GemmFamily<Store, true>>::on_current_device();
 }
 
 // The tile order of a GEMM whose tiles stay here: all rows belong to one shard.
@@ -59,11 +60,12 @@ inline int last_box(int rows, int tile_rows, int boxes) {
   return boxes == 1 ? left : ceil_div(left, 8 * boxes) * 8;
 }
 
-template <class Store, bool kFp8 = false>
-void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
-            int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
+template <class Store, bool kFp8>
+void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
+               int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
   const TileConfig& tile = kTileConfigs[choice.config];
-  const auto kernel = gemm_kernels<Store, kFp8>().get(args.dtype, args.transpose_weight, choice.config);
+  const auto kernel = KernelTable<GemmFamily<Store, kFp8>>::on_current_device().get(
+      args.dtype, args.transpose_weight, choice.config);
   FLUX_CHECK(args.is_fp8() == kFp8, kFp8);
 
   GemmParamsFor<kFp8, Store> params;
@@ -111,6 +113,14 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
       .cluster(order.cluster_size())
       .early_start(!kWaitsForPeers && runtime::may_start_early(num_sms))
       .run(kernel, params);
+}
+
+// For operands of both kinds.
+template <class Store>
+void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
+            int num_sms, const typename Store::Params& store, cudaStream_t stream) {
+  const auto launch = args.is_fp8() ? launch_as<Store, true> : launch_as<Store, false>;
+  launch(args, choice, order, rows_per_shard, num_sms, store, stream, /*min_ctas=*/0);
 }
 
 }  // namespace flux::gemm

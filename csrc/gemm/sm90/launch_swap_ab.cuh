@@ -33,16 +33,17 @@ struct SwapAbFamily {
   }
 };
 
-template <class Output, bool kFp8 = false>
-KernelTable<SwapAbFamily<Output, kFp8>>& swap_ab_kernels() {
-  return KernelTable<SwapAbFamily<Output, kFp8>>::on_current_device();
+template <class Output>
+void prepare_swap_ab_kernels() {
+  KernelTable<SwapAbFamily<Output, false>>::on_current_device();
+  KernelTable<SwapAbFamily<Output, true>>::on_current_device();
 }
 
-template <class Output, bool kFp8 = false>
-void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
-                    const typename Output::Params& output, cudaStream_t stream) {
+template <class Output, bool kFp8>
+void launch_swap_ab_as(const GemmArgs& args, const Choice& choice, int num_sms,
+                       const typename Output::Params& output, cudaStream_t stream) {
   const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
-  auto& kernels = swap_ab_kernels<Output, kFp8>();
+  auto& kernels = KernelTable<SwapAbFamily<Output, kFp8>>::on_current_device();
   const int block_k = tile.block_k();
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8 == kFp8, kFp8, tile.is_fp8);
 
@@ -80,6 +81,14 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
       .cluster(cluster_size)
       .early_start(runtime::may_start_early(num_sms))
       .run(kernels.get(args.dtype, args.transpose_weight, tile.id), params);
+}
+
+// For operands of both kinds.
+template <class Output>
+void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
+                    const typename Output::Params& output, cudaStream_t stream) {
+  const auto launch = args.is_fp8() ? launch_swap_ab_as<Output, true> : launch_swap_ab_as<Output, false>;
+  launch(args, choice, num_sms, output, stream);
 }
 
 }  // namespace flux::gemm

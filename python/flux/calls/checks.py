@@ -51,6 +51,7 @@ def facts(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transpose_weight: bool,
+    out: torch.Tensor | None = None,
     scales: Scales | None = None,
 ) -> tuple[Any, ...]:
     """A cache key: all that gemm_args and the plan of a call depend on, except the group and x's device.
@@ -145,7 +146,7 @@ def ag_gemm_facts(
 ) -> tuple[Any, ...]:
     """As facts, for ag_gemm_args; one bias, which may be None, for each weight."""
     if len(weights) == 1:
-        return facts(op, x, weights[0], biases[0], transpose_weight, scales[0] if scales else None)
+        return facts(op, x, weights[0], biases[0], transpose_weight, None, scales[0] if scales else None)
     of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
     of_biases = [None if bias is None else (bias.shape, bias.dtype, bias.device) for bias in biases]
     of_scales = [scale.facts(weight) for scale, weight in zip(scales, weights, strict=False)]

@@ -37,6 +37,7 @@ class CpuWorkspace(Workspace):
     where they wait for each other anyway. Unfused calls are compared too.
     """
 
+    carrier = "protocol"
     transport = "POSIX shared memory"
     _ENTRY_BYTES = 4096
     _MAX_TOLD = _ENTRY_BYTES - 8

@@ -79,6 +79,7 @@ class CudaWorkspace(Workspace):
     the destination buffer when it enqueues a copy. Such calls are never captured.
     """
 
+    carrier = "kernel"
     _same: Same = NOTHING  # arguments of the current call that ranks compare if the workspace grows
 
     def __init__(

@@ -102,10 +102,13 @@ class Recipe:
         """As number, for several arguments."""
         return list(map(self._numbers.get, names, itertools.repeat(ABSENT)))
 
-    def in_place(self, **operands: torch.Tensor | None) -> bool:
-        """Whether kernels read these arguments themselves, and no copies."""
+    def in_place(self, **operands: Any) -> bool:
+        """Whether kernels read these arguments themselves, and no copies. operands: may be no tensors."""
         for name, operand in operands.items():
-            if operand is not None and operand.data_ptr() != self.given[self._numbers[name]].data_ptr():
+            if (
+                isinstance(operand, torch.Tensor)
+                and operand.data_ptr() != self.given[self._numbers[name]].data_ptr()
+            ):
                 return False
         return True
 
@@ -144,7 +147,7 @@ class Recipe:
 
     def returns(self, tensor: torch.Tensor, argument: str = "") -> int:
         """The operand for a result: that argument if it was given, else a fresh tensor."""
-        number = self.number(argument)
+        number = self._numbers.get(argument, ABSENT)
         given = number != ABSENT and self.given[number] is not None
         self.results.append(number if given else self.allocates(tensor))
         return self.results[-1]

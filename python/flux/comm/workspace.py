@@ -175,9 +175,11 @@ class Workspace(ABC):
         tuning: the measurements by which plans choose. Equal on all ranks.
         known: the calls that C++ makes again (flux._core.KnownCalls), or None.
         topology: the nodes of a group that has several; None for others.
+        carrier: what runs fused calls here, as ways have it (flux.calls.front).
         left_free: SMs that launches leave to others. Changed by `leaving_free`.
     """
 
+    carrier: str
     transport: str  # how tiles are sent, as text for users
     compares_contents = False
     copies = True

@@ -333,11 +333,6 @@ def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
-def tensors(scales: Scales | None) -> dict[str, Tensor]:
-    """The tensors among scales, by the names of arguments."""
-    return {} if scales is None else {"scale_x": scales.x, "scale_w": scales.w}
-
-
 def by_name(scales: Scales | None) -> dict[str, Any]:
     """The arguments that scales were given by, for flux.comm.repeat."""
     return {} if scales is None else dict(zip(NAMES, scales, strict=True))

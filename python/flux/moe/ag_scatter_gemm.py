@@ -238,7 +238,7 @@ def _launch(
         scaled = fp8.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, routing[:10], *options, **scaled)
         enqueue()
-    if recipe.in_place(x=operands[0], weight=operands[1], **fp8.tensors(scales)):
+    if recipe.in_place(x=operands[0], weight=operands[1], **scaled):
         used = [*recipe.numbers("x", "weight", *ARRAYS), recipe.returns(out)]
         workspace.remember(recipe, enqueue, [used + recipe.numbers("scale_x", "scale_w")])
 

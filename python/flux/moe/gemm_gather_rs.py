@@ -246,9 +246,10 @@ def launch(
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
         arguments = (*operands, routing[:10], routing[10], *sizes, *options)
-        enqueue = functools.partial(_kernel, *arguments, **fp8.for_kernel(x, scales))
+        scaled = fp8.for_kernel(x, scales)
+        enqueue = functools.partial(_kernel, *arguments, **scaled)
         enqueue()
-    read = {"x": operands[0], "weight": operands[1], **fp8.tensors(scales)}
+    read = {"x": operands[0], "weight": operands[1], **scaled}
     if recipe is not None and recipe.in_place(**read):
         written = [recipe.allocates(products), recipe.returns(out)]
         used = recipe.numbers("x", "weight", *ARRAYS, "weights") + written

@@ -267,7 +267,7 @@ def launch(
     how = (transpose_weight, plan.choice, num_sms)
     enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
     enqueue()
-    read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | fp8.tensors(scales)
+    read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | scaled
     if recipe is not None and target is out2 and recipe.in_place(**read):
         written = recipe.returns(out, "out")
         used = [*recipe.numbers("x", "weight", "bias"), written, *recipe.numbers("scale_x", "scale_w")]

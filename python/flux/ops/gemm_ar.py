@@ -390,7 +390,7 @@ def _among_ranks(
 ) -> Any:
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
-    facts = checks.facts(op, x, weight, bias, transpose_weight, scales)
+    facts = checks.facts(op, x, weight, bias, transpose_weight, None, scales)
     if residual is not None:
         facts = (*facts, residual.shape, residual.dtype, residual.device)
     found = None if workspace is None else workspace.plans.get(facts)

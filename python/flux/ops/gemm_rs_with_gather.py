@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux._memory import readable
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
 from flux.comm import registry
@@ -20,7 +20,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.workspace import NOTHING, Workspace
 from flux.ops import all_gather as gather
-from flux.ops import gemm_rs as scatter
+from flux.ops.ways import gemm_rs as scatter
 from flux.plan.choose import Plan, workspace_plan
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -96,7 +96,7 @@ def _both(
             with workspace.calling(plans[0], NOTHING):
                 gathered = _beside(workspace, *plans, x.reshape(m, k), weight, out, rows)
             return product, gathered
-    product = scatter.call(x, weight, None, transpose_weight, group)
+    product = front.below(scatter.GEMM_RS, scatter.Call(x, weight, None, transpose_weight), group)
     return product, gather.call(rows, group)
 
 
@@ -153,7 +153,7 @@ def _beside(
     with gather.enter(workspace, gathering) as (address, epoch):
         launch = (address, epoch, gathering.chunk_rows)
         _begin(rows, *launch)
-        scatter.fused_cuda(workspace, scattering, x, weight, None, out)
+        scatter.kernel(workspace, scattering, scatter.Call(x, weight, None, scattering.transpose_weight, out))
         _finish(rows, gathered.view(-1, gathering.k), *launch, True)
     return gathered
 

@@ -351,10 +351,11 @@ def launch(
     in_order = None if rows is None else rows.to(torch.int32)
     read = (readable(x), readable_weight(weight, activation, scales), offsets, in_order)
     options = (NUMBERS[activation], out, schedule, config, num_sms)
-    enqueue = functools.partial(_kernel, *read, *options, **fp8.for_kernel(x, scales))
+    scaled = fp8.for_kernel(x, scales)
+    enqueue = functools.partial(_kernel, *read, *options, **scaled)
     enqueue()
     names = ("x", "weight", "offsets", "rows")
-    by_name = dict(zip(names, read, strict=True)) | fp8.tensors(scales)
+    by_name = dict(zip(names, read, strict=True)) | scaled
     if recipe is not None and recipe.in_place(**by_name):
         written = [recipe.returns(out), recipe.allocates(schedule)]
         used = [*recipe.numbers(*names), *written, *recipe.numbers("scale_x", "scale_w")]

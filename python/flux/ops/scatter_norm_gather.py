@@ -8,11 +8,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from flux.calls import front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
-from flux.ops import ag_gemm, gemm_rs
+from flux.ops import ag_gemm
 from flux.ops.add_norm import add_norm_
+from flux.ops.ways.gemm_rs import GEMM_RS, Call
 
 Tensor = torch.Tensor
 _OP = repeat.operator()
@@ -60,7 +62,7 @@ def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
     total = x.new_empty(tokens, weight.shape[0])
     names = ("tokens", "x", "weight", "bias", "residual", "norm_weight", "eps", "next_weight", "next_bias")
     recipe = repeat.Recipe(_OP, dict(zip(names, given, strict=True)))
-    gemm_rs.call(x, weight, bias, False, group, total[:share], within=recipe)
+    front.below(GEMM_RS, Call(x, weight, bias, False, total[:share]), group, within=recipe)
     own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
     biases = () if next_bias is None else (next_bias,)
     (product,) = ag_gemm.below_dispatch(own, (next_weight,), biases, False, False, group, within=recipe)

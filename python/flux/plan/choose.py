@@ -173,10 +173,11 @@ def workspace_plan(
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
     key = (op, m, n, k, dtype, transpose_weight, scaling)
-    plan: Plan | None = workspace.plans.get(key)
+    plans = workspace.plans
+    plan: Plan | None = plans.get(key)
     if plan is None:
         problem = problem_of(workspace, m, n, k, dtype, transpose_weight, scaling)
-        plan = workspace.plans[key] = carried_by(workspace, planned(op, problem))
+        plan = plans[key] = carried_by(workspace, planned(op, problem))
         if workspace.rank == 0:
             _record(op, problem)
     return plan

@@ -18,6 +18,7 @@ import test_fp8_moe
 import test_fp8_ranks
 import torch
 import torch.distributed as dist
+from dense_calls import COLLECTIVES
 from effort import some
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -88,7 +89,7 @@ def of_one_node(rank: int, world_size: int) -> tuple[bool, str, Counter[str]]:
     for members in ([0, 1], [2, 3], [0, 3], [1, 2]):
         group = dist.new_group(members)
         if rank in members:
-            for op in nodes_cases.DENSE:
+            for op in COLLECTIVES:
                 if not nodes_cases.CHECKS[op](group, random.Random(op), 0):
                     wrong.append(f"{op} of {members}")
             seen += nodes_cases.schedules(group)
@@ -111,7 +112,7 @@ def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
         group = dist.new_group(members)
         if rank not in members:
             continue
-        for number, op in enumerate(nodes_cases.DENSE):
+        for number, op in enumerate(COLLECTIVES):
             check = nodes_cases.CHECKS[op]
             assert check(group, random.Random(f"{members} {op}"), number), (op, members)
         workspace = registry.find(group, CPU)

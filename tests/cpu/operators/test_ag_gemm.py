@@ -4,8 +4,6 @@ and world size. One set of processes per world size runs all cases; each test he
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, case_name, compare, run_all
-from effort import some
 
 import flux
 from flux.comm.cpu import CpuWorkspace
 from flux.ops import ag_gemm as ops
 from flux.ops import all_gather as gather_ops
-from flux.testing import AgGemmCase, GemmRsCase, spawn, tolerance
+from flux.testing import AgGemmCase, spawn, tolerance
 
 WORLD_SIZES = [1, 2, 3, 4]
 # (rows of one rank, n, k): tiles are 128 rows and up to 256 columns
@@ -146,45 +143,6 @@ def lists_of_weights(rank: int, world_size: int) -> str:
     )
 
 
-def skewed(rank: int, world_size: int) -> str:
-    """80 calls of all ops back to back on one workspace, which grows in between; ranks and blocks delayed at
-    random.
-    """
-    shapes, delays = random.Random(11), random.Random(rank)
-    signal = CpuWorkspace.signal
-
-    def late_signal(self: CpuWorkspace, *args: Any) -> None:
-        if delays.random() < 0.1:
-            time.sleep(delays.random() * 0.003)
-        signal(self, *args)
-
-    CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
-    try:
-        for number in range(some(80)):
-            rows, n, k = shapes.randint(1, 300), shapes.randint(1, 4 * (number + 1)), shapes.randint(2, 40)
-            bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
-            op = shapes.choice(("ag_gemm", "gathered", "all_gather", "gemm_rs"))
-            kind = GemmRsCase if op == "gemm_rs" else AgGemmCase
-            case = kind(rows * world_size, n, k, world_size, dtype, False, bias, seed=number)
-            x, weight, b = case.inputs(rank)
-            if delays.random() < 0.2:
-                time.sleep(delays.random() * 0.02)
-            if isinstance(case, GemmRsCase):
-                wrong = compare(flux.gemm_rs(x, weight, b), case.expected(rank))
-            elif op == "all_gather":
-                wrong = compare(flux.all_gather(x), case.gathered())
-            elif op == "gathered":
-                result, gathered = flux.ag_gemm(x, weight, b, return_gathered=True)
-                wrong = compare(result, case.expected(rank)) or compare(gathered, case.gathered())
-            else:
-                wrong = compare(flux.ag_gemm(x, weight, b), case.expected(rank))
-            if wrong:
-                return f"call {number}, {op}, {case}: {wrong}"
-    finally:
-        CpuWorkspace.signal = signal  # type: ignore[method-assign]
-    return ""
-
-
 def unfused(rank: int, world_size: int) -> str:
     answers = [run_case(rank, world_size, index) for index in range(0, len(CASES), 3)]
     answers += [other_forms(rank, world_size), lists_of_weights(rank, world_size)]
@@ -194,7 +152,7 @@ def unfused(rank: int, world_size: int) -> str:
     return first(answers)
 
 
-SCENARIOS = {f.__name__: f for f in (random_data, other_forms, lists_of_weights, skewed)}
+SCENARIOS = {f.__name__: f for f in (random_data, other_forms, lists_of_weights)}
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:

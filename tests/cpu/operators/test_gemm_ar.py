@@ -4,8 +4,6 @@ set of processes per world size runs all cases; each test here looks at one answ
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, asked_of_one_and_of_several, case_name, compare, questions, run_all
-from effort import some
 
 import flux
 from flux._native import core
-from flux.comm.cpu import CpuWorkspace
+from flux.calls import front
 from flux.ops import all_reduce as reduce_ops
 from flux.ops import gemm_ar as ops
-from flux.ops import gemm_rs
 from flux.ops.gemm import SERVED_TOKENS
 from flux.plan import sums as plan_sums
 from flux.testing import GemmRsCase, spawn, tolerance
@@ -247,45 +243,6 @@ def torch_sees(rank: int, world_size: int) -> str:
     return ""
 
 
-def skewed(rank: int, world_size: int) -> str:
-    """60 random calls back to back, the workspace growing in between, ranks and signals delayed at random."""
-    shapes, delays = random.Random(11), random.Random(rank)
-    signal = CpuWorkspace.signal
-
-    def late_signal(self: CpuWorkspace, *args: Any) -> None:
-        if delays.random() < 0.1:
-            time.sleep(delays.random() * 0.003)
-        signal(self, *args)
-
-    CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
-    try:
-        with deciding(lambda m, n, *_: TWO_SHOT if m * n // 8 % 2 else ONE_SHOT):
-            for number in range(some(60)):
-                m, n, k = shapes.randint(1, 100), shapes.randint(1, 10 * (number + 1)), shapes.randint(2, 24)
-                bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
-                kind = shapes.choice(["gemm_ar", "gemm_ar", "all_reduce", "gemm_rs", "reduce_scatter"])
-                m = m * world_size if kind in ("gemm_rs", "reduce_scatter") else m
-                case = GemmRsCase(m, n, k, world_size, dtype, False, bias, seed=number)
-                x, weight, b = case.inputs(rank)
-                if delays.random() < 0.2:
-                    time.sleep(delays.random() * 0.02)
-                if kind == "gemm_rs":
-                    wrong = compare(flux.gemm_rs(x, weight, b), case.expected(rank))
-                elif kind == "reduce_scatter":
-                    rows = flux.reduce_scatter(ops.plain.reference(x, weight))
-                    wrong = compare(rows if b is None else rows + b, case.expected(rank))
-                elif kind == "all_reduce":
-                    total = flux.all_reduce(ops.plain.reference(x, weight))
-                    wrong = compare(total if b is None else total + b, case.expected_sum())
-                else:
-                    wrong = compare(flux.gemm_ar(x, weight, b), case.expected_sum())
-                if wrong:
-                    return f"call {number}, {kind} of {case}: {wrong}"
-    finally:
-        CpuWorkspace.signal = signal  # type: ignore[method-assign]
-    return ""
-
-
 def too_large_to_exchange(rank: int, world_size: int) -> str:
     """gemm_rs and all_gather of the rows that can be dealt, an exchange of the others."""
     names = ("MAX_EXCHANGE_BYTES", "COMPOSED_FROM_BYTES", "RAGGED_FROM_BYTES")
@@ -299,9 +256,9 @@ def too_large_to_exchange(rank: int, world_size: int) -> str:
             x, weight, bias = case.inputs(rank)
             residual = torch.arange(m * 40).view(m, 40).remainder(5).mul(2).bfloat16()
             norm, total = flux.gemm_ar(x, weight, bias, residual=residual, norm_weight=residual[0] + 1)
-            with mock.patch.object(gemm_rs, "call", wraps=gemm_rs.call) as dealt:
+            with mock.patch.object(front, "below", wraps=front.below) as dealt:
                 told.append(compare(flux.gemm_ar(x, weight, bias), case.expected_sum()))
-            if world_size > 1 and [len(call.args[0]) for call in dealt.call_args_list] != [
+            if world_size > 1 and [len(call.args[1].x) for call in dealt.call_args_list] != [
                 m - m % world_size
             ]:
                 told.append(f"{m} rows: {dealt.call_args_list}")
@@ -335,7 +292,7 @@ def unfused(rank: int, world_size: int) -> str:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (two_shot, random_data, norms, serving, other_forms, torch_sees, skewed, too_large_to_exchange)
+    for f in (two_shot, random_data, norms, serving, other_forms, torch_sees, too_large_to_exchange)
 }
 
 

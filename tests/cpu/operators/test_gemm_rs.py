@@ -4,18 +4,12 @@ per world size runs all cases; each test here looks at one answer.
 
 from __future__ import annotations
 
-import random
-import time
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, asked_of_one_and_of_several, case_name, compare, questions, run_all
-from effort import some
 
 import flux
-from flux.comm.cpu import CpuWorkspace
 from flux.ops import gemm_rs as ops
 from flux.testing import GemmRsCase, spawn, tolerance
 
@@ -102,33 +96,6 @@ def torch_sees(rank: int, world_size: int) -> str:
     return ""
 
 
-def skewed(rank: int, world_size: int) -> str:
-    """60 random shapes back to back, the workspace growing in between, ranks and tiles delayed at random."""
-    shapes, delays = random.Random(11), random.Random(rank)
-    signal = CpuWorkspace.signal
-
-    def late_signal(self: CpuWorkspace, *args: Any) -> None:
-        if delays.random() < 0.1:
-            time.sleep(delays.random() * 0.003)
-        signal(self, *args)
-
-    CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
-    try:
-        for number in range(some(60)):
-            rows, n, k = shapes.randint(1, 200), shapes.randint(1, 10 * (number + 1)), shapes.randint(2, 24)
-            bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
-            case = GemmRsCase(rows * world_size, n, k, world_size, dtype, False, bias, seed=number)
-            x, weight, b = case.inputs(rank)
-            if delays.random() < 0.2:
-                time.sleep(delays.random() * 0.02)
-            wrong = compare(flux.gemm_rs(x, weight, b), case.expected(rank))
-            if wrong:
-                return f"call {number}, {case}: {wrong}"
-    finally:
-        CpuWorkspace.signal = signal  # type: ignore[method-assign]
-    return ""
-
-
 def unfused(rank: int, world_size: int) -> str:
     answers = [run_case(rank, world_size, index) for index in range(0, len(CASES), 5)]
     plan = flux.explain("gemm_rs", 8 * world_size, 8, 8)
@@ -137,7 +104,7 @@ def unfused(rank: int, world_size: int) -> str:
     return "; ".join(a for a in answers if a)
 
 
-SCENARIOS = {f.__name__: f for f in (random_data, other_forms, torch_sees, skewed)}
+SCENARIOS = {f.__name__: f for f in (random_data, other_forms, torch_sees)}
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:

@@ -13,11 +13,12 @@ import torch
 
 import flux
 from flux._native import core
-from flux.calls import checks
+from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
-from flux.ops import ag_gemm, all_gather, gemm_ar, gemm_rs, norm_and_quant
+from flux.ops import ag_gemm, all_gather, gemm_ar, norm_and_quant
 from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways import gemm_rs
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
 ROOM = 1 << 30
@@ -121,7 +122,7 @@ def call(group: Any, op: str, **change: Any) -> Any:
     x, weight, bias, out = given["x"], given["weight"], given["bias"], given["out"]
     transpose_weight = given["transpose_weight"]
     if op == "gemm_rs":
-        return gemm_rs.call(x, weight, bias, transpose_weight, group, out)
+        return front.below(gemm_rs.GEMM_RS, gemm_rs.Call(x, weight, bias, transpose_weight, out), group)
     if op == "gemm_ar":
         residual = given.get("residual")
         return gemm_ar._call(x, weight, bias, transpose_weight, residual, norm_and_quant.NONE, group, out)
@@ -247,7 +248,7 @@ def test_a_workspace_that_is_made_anew_plans_anew(
     group: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unfused = []
-    monkeypatch.setattr(gemm_rs, "unfused", lambda *arguments: unfused.append(arguments))
+    monkeypatch.setitem(gemm_rs.GEMM_RS.ways, "torch", lambda *arguments: unfused.append(arguments))
     call(group, "gemm_rs")
     again = make_workspace(group)
     again.why_not = "FLUX_FUSED=off"

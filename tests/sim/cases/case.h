@@ -35,6 +35,12 @@ constexpr int k16BitTiles = [] {
   for (const auto& tile : flux::gemm::kTileConfigs) count += !tile.is_fp8();
   return count;
 }();
+inline int draw_16bit_tile(Random& random, bool (*wanted)(const flux::gemm::TileConfig&)) {
+  for (;;) {
+    const int config = random.below(k16BitTiles);
+    if (wanted(flux::gemm::kTileConfigs[config])) return config;
+  }
+}
 constexpr int k16BitSwapAbTiles = [] {
   int count = 0;
   for (const auto& tile : flux::gemm::kSwapAbConfigs) count += !tile.is_fp8;

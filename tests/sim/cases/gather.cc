@@ -144,7 +144,7 @@ void ag_gemm(uint64_t seed) {
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
   const auto dtype = static_cast<DType>(random.below(2));
-  const int config = random.below(cases::k16BitTiles);
+  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_gathering);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});

@@ -102,7 +102,7 @@ int extent(Random& random, int tile, int most_tiles) {
 
 void ordinary(uint64_t seed) {
   Random random(seed);
-  const int config = random.below(cases::k16BitTiles);
+  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_keeping);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
@@ -117,8 +117,7 @@ void ordinary(uint64_t seed) {
 
 void split_k(uint64_t seed) {
   Random random(seed);
-  int config = random.below(cases::k16BitTiles);
-  while (!supports_split(flux::gemm::kTileConfigs[config])) config = random.below(cases::k16BitTiles);
+  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_split);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});

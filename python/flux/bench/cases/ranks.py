@@ -42,10 +42,11 @@ from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
 from flux.fp8.scales import Scales
-from flux.ops import ag_gemm, gemm_rs
+from flux.ops import ag_gemm
 from flux.ops.gemm_ar import rms_norm
 from flux.ops.norm_and_quant import NONE
 from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways import gemm_rs
 from flux.ops.ways.exchange import run_fused
 from flux.plan.gemm import gemm_rs_room
 from flux.testing import AgGemmCase, GemmRsCase
@@ -295,7 +296,9 @@ def roomy(plan: Any, context: Context) -> Any:
 
 # The operators' launches in a workspace, of a plan, x, a weight, the result and scales.
 _LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None], object]] = {
-    "gemm_rs": lambda ws, plan, x, w, out, scales: gemm_rs.fused_cuda(ws, plan, x, w, None, out, scales),
+    "gemm_rs": lambda ws, plan, x, w, out, scales: gemm_rs.kernel(
+        ws, plan, gemm_rs.Call(x, w, None, plan.transpose_weight, out, scales)
+    ),
     "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.fused_cuda(
         ws, plan, (plan,), x, (w,), (None,), (out,), scales=(scales,) if scales else ()
     ),

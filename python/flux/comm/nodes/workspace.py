@@ -63,6 +63,7 @@ class NodesWorkspace(Workspace):
         way: "auto", "two-level" or "flat" (FLUX_NODES).
     """
 
+    carrier = "nodes"
     topology: Topology
 
     def __init__(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux._memory import aligned, readable_if_any, writable
+from flux.calls import front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -21,9 +22,9 @@ from flux.fp8.scales import Scales
 from flux.fp8.wide_product import product as of_wide
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
-from flux.ops import gemm_rs as scatter
 from flux.ops import norm_and_quant
 from flux.ops.norm_and_quant import End, Made
+from flux.ops.ways import gemm_rs as scatter
 from flux.ops.ways.exchange import sum_over_ranks
 from flux.plan.choose import Plan
 
@@ -87,7 +88,8 @@ def composed(
     recipe: repeat.Recipe | None,
 ) -> None:
     """total = gemm_rs, then all_gather. recipe: of the call if it has no other launches."""
-    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales, within=recipe)
+    part = scatter.Call(x, weight, bias, transpose_weight, scales=scales)
+    shard = front.below(scatter.GEMM_RS, part, group, same, recipe)
     if residual is not None:
         count, m, n = shard.shape[0], x.shape[0], shard.shape[-1]
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
@@ -126,7 +128,8 @@ def fused_cuda(
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = {"x": aligned(x), "weight": aligned(weight), "bias": readable_if_any(bias)}
     extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
-    how = fp8.for_kernel(x, scales) | end.for_kernel(made)
+    scaled = fp8.for_kernel(x, scales)
+    how = scaled | end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
@@ -135,7 +138,7 @@ def fused_cuda(
         enqueue()
     quantised = made is not None and len(made.quantised) > 0
     repeats = (made is not None) == norms and quantised == (end.quant is not None) and target is total
-    read = operands | extras | fp8.tensors(scales)
+    read = operands | extras | scaled
     if repeated is not None and repeats and repeated[0].in_place(**read):
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made)

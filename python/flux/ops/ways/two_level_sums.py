@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
+from flux.calls import front
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.fp8.scales import Scales, of_slice
 from flux.ops import all_gather as gather
-from flux.ops import gemm_rs as gemm_scatter
 from flux.ops import reduce_scatter as scatter
-from flux.ops.ways import two_level
+from flux.ops.ways import gemm_rs, two_level
 from flux.plan.choose import Plan, workspace_plan
 from flux.plan.nodes import padded
 
@@ -106,19 +106,20 @@ def gemm_and_sum(
         head, share = x[:dealt], total.new_empty(dealt // p, plan.n)
         own = _rows(addends, slice(rank * len(share), (rank + 1) * len(share)))
         theirs = of_slice(scales, plan.m, slice(dealt))
+        part = gemm_rs.Call(head, weight, None, transposed, share, theirs)
         if composed:
             facts = (plan.n, plan.k, x.dtype, transposed, plan.scaling)
             scattered = workspace_plan(workspace, "gemm_rs", dealt, *facts)
             if scattered.fused:
-                gemm_scatter.two_level_sum(workspace, scattered, head, weight, transposed, share, own, theirs)
+                gemm_rs.on_nodes(workspace, scattered, part, own)
             else:
-                gemm_scatter.unfused(head, weight, None, transposed, workspace.group, share, theirs)
+                gemm_rs.by_torch(workspace, scattered, part)
                 add(share, own)
             gather.call(share, workspace.group, total[:dealt])
         else:
 
             def node_share(node_sum: Tensor) -> None:
-                gemm_scatter.call(head, weight, None, transposed, node_group, node_sum, scales=theirs)
+                front.below(gemm_rs.GEMM_RS, part._replace(out=node_sum), node_group)
 
             two_level.sum_whole(workspace, node_share, share, own)
             workspace.inside("the gather of shares")

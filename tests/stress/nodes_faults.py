@@ -1,7 +1,7 @@
 """A killed rank, a killed node, a late node, at random moments of random calls on several emulated nodes:
 every other rank must raise CommTimeoutError in time, name who is behind, and go on.
 
-python tests/cpu/nodes/nodes_faults.py --cases 20 --seed 7    # of each; exit status 1 if one ends otherwise
+python tests/stress/nodes_faults.py --cases 20 --seed 7    # of each; exit status 1 if one ends otherwise
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def work(rank: int, world_size: int, kind: str, victims: list[int], seed: int, d
     assert group is not None
     inside = [dist.new_group(list(members)) for members in _nodes_of(world_size)]
     own = next(each for each in inside if each is not dist.GroupMember.NON_GROUP_MEMBER)
-    assert nodes_cases.gemm_rs(group, random.Random(seed), 0)
+    assert CHECKS["gemm_rs"](group, random.Random(seed), 0)
     dist.barrier()
     start = time.monotonic()
     if rank in victims and kind == "late node":

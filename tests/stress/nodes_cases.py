@@ -1,7 +1,7 @@
 """Random calls on several emulated nodes, each compared with its exact result, as a program of
 every operator; exit status 1 if one differs.
 
-python tests/cpu/nodes/nodes_cases.py --nodes 2x2 --cases 500 --seed 7
+python tests/stress/nodes_cases.py --nodes 2x2 --cases 500 --seed 7
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from dense_calls import COLLECTIVES, Call, wrong
 
 import flux
 from flux.comm import registry
 from flux.comm.topology import Topology
 from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.moe import reference
-from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing import spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase, random_case
 
@@ -38,95 +40,12 @@ Group = dist.ProcessGroup
 Check = Callable[[Group, random.Random, int], bool]
 
 
-def _sizes(draw: random.Random) -> tuple[int, int, int, torch.dtype]:
-    return draw.choice(_ROWS), draw.choice(_COLUMNS), draw.choice(_INNER), draw.choice(_DTYPES)
+def _sizes(dice: random.Random) -> tuple[int, int, int]:
+    return dice.choice(_ROWS), dice.choice(_COLUMNS), dice.choice(_INNER)
 
 
-def _products(group: Group, draw: random.Random, seed: int, shares_rows: bool) -> GemmRsCase:
-    rows, n, k, dtype = _sizes(draw)
-    p = group.size()
-    m = rows * p if shares_rows else draw.choice((rows, rows * p, rows * p + 1))
-    return GemmRsCase(m, n, k, p, dtype, draw.random() < 0.5, draw.random() < 0.5, seed)
-
-
-def gemm_rs(group: Group, draw: random.Random, seed: int) -> bool:
-    case = _products(group, draw, seed, True)
-    x, weight, bias = case.inputs(group.rank())
-    out = (
-        torch.full((case.m // group.size(), case.n), torch.nan, dtype=case.dtype)
-        if draw.random() < 0.3
-        else None
-    )
-    got = flux.gemm_rs(x, weight, bias, group=group, transpose_weight=case.transpose_weight, out=out)
-    return torch.equal(got, case.expected(group.rank())) and (out is None or got is out)
-
-
-def ag_gemm(group: Group, draw: random.Random, seed: int) -> bool:
-    rows, n, k, dtype = _sizes(draw)
-    p, rank = group.size(), group.rank()
-    case = AgGemmCase(rows * p, n, k, p, dtype, draw.random() < 0.5, draw.random() < 0.5, seed)
-    cases = [case, replace(case, n=n + 8)] if draw.random() < 0.4 else [case]
-    data = [each.inputs(rank) for each in cases]
-    x, weights, biases = data[0][0], [each[1] for each in data], [each[2] for each in data]
-    many: Any = weights if len(cases) > 1 else weights[0]
-    added: Any = None if not case.bias else biases if len(cases) > 1 else biases[0]
-    gathers = draw.random() < 0.5
-    kwargs: Any = {"group": group, "transpose_weight": case.transpose_weight, "return_gathered": gathers}
-    result: Any = flux.ag_gemm(x, many, added, **kwargs)
-    products, gathered = result if gathers else (result, None)
-    products = products if len(cases) > 1 else [products]
-    exact = all(torch.equal(got, each.expected(rank)) for got, each in zip(products, cases, strict=True))
-    return exact and (gathered is None or torch.equal(gathered, case.gathered()))
-
-
-def all_gather(group: Group, draw: random.Random, seed: int) -> bool:
-    rows, _, k, dtype = _sizes(draw)
-    case = AgGemmCase(rows * group.size(), 8, k, group.size(), dtype, seed=seed)
-    return torch.equal(flux.all_gather(case.inputs(group.rank())[0], group=group), case.gathered())
-
-
-def gemm_ar(group: Group, draw: random.Random, seed: int) -> bool:
-    case = _products(group, draw, seed, False)
-    x, weight, bias = case.inputs(group.rank())
-    want = case.expected_sum()
-    residual = torch.full_like(want, 2) if draw.random() < 0.5 else None
-    kwargs: Any = {"group": group, "transpose_weight": case.transpose_weight, "residual": residual}
-    if draw.random() < 0.3:
-        norm_weight = torch.ones(case.n, dtype=case.dtype)
-        _, got = flux.gemm_ar(x, weight, bias, norm_weight=norm_weight, **kwargs)
-    else:
-        got = flux.gemm_ar(x, weight, bias, **kwargs)
-    return torch.equal(got, want if residual is None else (want.float() + 2).to(want.dtype))
-
-
-def _marked(group: Group, draw: random.Random, shape: list[int], dtype: torch.dtype) -> tuple[Any, Any]:
-    """x of this rank, and the sum over ranks: small integers to which every rank adds what no other does."""
-    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
-    base = torch.randint(-2, 3, shape, generator=generator).float()
-    p = group.size()
-    return (base + (1 + group.rank())).to(dtype), (p * base + p * (p + 1) // 2).to(dtype)
-
-
-def all_reduce(group: Group, draw: random.Random, seed: int) -> bool:
-    rows, n, _, dtype = _sizes(draw)
-    x, want = _marked(group, draw, [rows, n] if draw.random() < 0.7 else [rows * n], dtype)
-    residual = torch.full_like(want, 3) if draw.random() < 0.5 else None
-    if residual is not None:
-        want = (want.float() + 3).to(dtype)
-    if x.dim() == 2 and draw.random() < 0.4:
-        norm_weight = torch.ones(n, dtype=dtype)
-        _, got = flux.all_reduce(x, group=group, residual=residual, norm_weight=norm_weight)
-    else:
-        out = draw.choice((None, x, torch.empty_like(x)))
-        got = flux.all_reduce(x, group=group, residual=residual, out=out)
-    return torch.equal(got, want)
-
-
-def reduce_scatter(group: Group, draw: random.Random, seed: int) -> bool:
-    rows, n, _, dtype = _sizes(draw)
-    x, want = _marked(group, draw, [rows * group.size(), n], dtype)
-    got = flux.reduce_scatter(x, group=group)
-    return torch.equal(got, want[group.rank() * rows :][:rows])
+def _dense(op: str, group: Group, dice: random.Random, seed: int) -> bool:
+    return not wrong(Call(dice, seed, group, _sizes, _DTYPES).make(op))
 
 
 def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bool:
@@ -248,18 +167,7 @@ def _error_of_experts(rank: int, p: int, nodes: int, ep_size: int, bounded: bool
     return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True) if a.numel())
 
 
-CHECKS: dict[str, Check] = {
-    "gemm_rs": gemm_rs,
-    "ag_gemm": ag_gemm,
-    "all_gather": all_gather,
-    "gemm_ar": gemm_ar,
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "moe": moe,
-}
-
-
-DENSE = [op for op in CHECKS if op != "moe"]
+CHECKS: dict[str, Check] = {**{op: partial(_dense, op) for op in COLLECTIVES}, "moe": moe}
 
 
 def schedules(group: Group) -> Counter[str]:
@@ -298,7 +206,7 @@ def run(
     if ranks:
         kinds = subgroups(world_size // ranks, ranks)
         groups = [(dist.new_group(of), of, kind) for kind, lists in kinds.items() for of in lists if of[1:]]
-    wrong = []
+    found = []
     for number in range(cases):
         group, members, kind = groups[number % len(groups)]
         if ranks and rank not in members:
@@ -306,10 +214,10 @@ def run(
         for op in ops:
             draw = random.Random(f"{seed} {op} {number}")
             if not (kind == "uneven" and op == "moe") and not CHECKS[op](group, draw, number):
-                wrong.append(f"{op} --seed {seed}, case {number}, rank {rank}, group {members}")
+                found.append(f"{op} --seed {seed}, case {number}, rank {rank}, group {members}")
     flux.check()
     seen = sum((schedules(group) for group, members, _ in groups if not ranks or rank in members), SEEN)
-    return wrong, seen
+    return found, seen
 
 
 def parse(nodes: str) -> tuple[int, int]:

@@ -1,0 +1,19 @@
+// Compiles the kernels of a family where `template class KernelTable<Family>` stands. The files of csrc/instances are
+// separate only so that they compile in parallel.
+#pragma once
+
+#include <utility>
+
+#include "gemm/sm90/kernel_table.h"
+
+namespace flux::gemm {
+
+template <class Family>
+KernelTable<Family>& KernelTable<Family>::on_current_device() {
+  static KernelTable table{std::make_integer_sequence<int, Family::kTiles>()};
+  static runtime::OncePerDevice once;
+  once([] { table.raise_limits(); });
+  return table;
+}
+
+}  // namespace flux::gemm

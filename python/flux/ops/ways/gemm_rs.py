@@ -1,0 +1,232 @@
+"""The ways of running flux.gemm_rs: with torch, as gemm and reduce_scatter, in a kernel, tile by tile on CPU,
+and on several nodes. Operands are matrices, and scales canonical.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flux import _invariance, _native
+from flux._memory import aligned, readable_if_any, wide_type, writable
+from flux.calls import checks, front
+from flux.comm import group as groups
+from flux.comm import repeat
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import Same, Workspace
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import WideWeight, product
+from flux.ops import gemm as plain
+from flux.ops.reduce_scatter import recipe_of, sum_of
+from flux.ops.ways import two_level
+from flux.plan.choose import Plan, workspace_plan
+
+Tensor = torch.Tensor
+NUMBER = repeat.operator()
+
+
+class Call(NamedTuple):
+    """The arguments of flux.gemm_rs, the scales in one."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transpose_weight: bool
+    out: Any = None  # of ways: a tensor
+    scales: Scales | None = None
+
+
+def call_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transpose_weight: bool, out: Any = None, **scaling: Any
+) -> Call:
+    return Call(x, weight, bias, transpose_weight, out, fp8.given("gemm_rs", **scaling) if scaling else None)
+
+
+def _known(call: Call) -> dict[str, Any]:
+    given = {"batch_invariant": _invariance.active(), "x": call.x, "weight": call.weight, "bias": call.bias}
+    given |= {"out": call.out, "transpose_weight": call.transpose_weight}
+    return given if call.scales is None else given | fp8.by_name(call.scales)
+
+
+def _sizes(call: Call, p: int) -> front.Sizes:
+    x, weight, bias, transpose_weight, _, scales = call
+    return checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+
+
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, call
+    if scales is not None:
+        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
+    if x.dim() != 2:
+        x, out = x.reshape(m, k), out.view(out.shape[:-1].numel(), n)
+    return Call(x, weight, bias, transpose_weight, out, scales)
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    _, m, n, k = sizes
+    scaling = None if call.scales is None else call.scales.scaling(k)
+    return workspace_plan(workspace, "gemm_rs", m, n, k, call.x.dtype, call.transpose_weight, scaling)
+
+
+def _same(call: Call) -> Same:
+    return {"bias": call.bias}
+
+
+def _alone(call: Call) -> None:
+    x, weight, bias, transpose_weight, out, scales = call
+    plain.run(x, weight, bias, transpose_weight, out, scales)
+
+
+def parts(workspace: Workspace, plan: Plan, call: Call, same: Same, recipe: repeat.Recipe) -> None:
+    """As gemm and reduce_scatter."""
+    x, weight, bias, transpose_weight, out, scales = call
+    partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
+    recipe.allocates(partial)
+    plain.run(x, weight, None, transpose_weight, partial, scales, recipe)
+    sum_of(partial, workspace.group, out, same, recipe_of(partial, out, recipe))
+    if bias is not None:
+        out += bias
+        recipe.add_step(torch.Tensor.add_, out, bias)
+    if isinstance(workspace, CudaWorkspace):
+        workspace.remember_parts(recipe, 2 + (bias is not None))
+
+
+def by_torch(
+    workspace: Workspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+) -> None:
+    """With torch."""
+    x, weight, bias, transpose_weight, out, scales = call
+    if out.numel() == 0:
+        return
+    if x.shape[1] == 0:
+        out.zero_()
+    elif x.device.type == "cuda":
+        partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
+        plain.unfused(x, weight, None, transpose_weight, partial, scales)
+        groups.reduce_scatter()(out, partial, group=workspace.group)
+    else:
+        # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
+        partial = product(x, weight, transpose_weight, scales)
+        total = torch.empty(out.shape, dtype=partial.dtype)
+        groups.reduce_scatter()(total, partial, group=workspace.group)
+        out.copy_(total if bias is None else total + bias)
+        return
+    if bias is not None:
+        out += bias
+
+
+def kernel(
+    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+) -> None:
+    """One launch. recipe: of the call, if it is to be known (flux.comm.repeat)."""
+    x, scales, out = call.x, call.scales, call.out
+    # Allocations may run out of memory, so they come before the call is opened.
+    target = writable(out)
+    read = {"x": aligned(x), "weight": aligned(call.weight), "bias": readable_if_any(call.bias)}
+    staging = None
+    if plan.copied_now():
+        staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
+    with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
+        options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
+        scaled = fp8.for_kernel(x, scales)
+        operands = (*read.values(), target, *options, plan.batch_invariant)
+        enqueue = functools.partial(_kernel, *operands, **scaled)
+        enqueue()
+    if recipe is not None and target is out and recipe.in_place(**read, **scaled):
+        staged = repeat.ABSENT if staging is None else recipe.allocates(staging)
+        *used, scale_x, scale_w = recipe.numbers("x", "weight", "bias", "scale_x", "scale_w")
+        used += [*recipe.results, staged, scale_x, scale_w]
+        workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
+    if target is not out:
+        out.copy_(target)
+
+
+def nodes(
+    workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+) -> None:
+    """Inside each node, then among nodes."""
+    on_nodes(workspace, plan, call, () if call.bias is None else (call.bias,))
+
+
+def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequence[Tensor]) -> None:
+    """The same, plus addends [n] or [m/p, n] instead of the bias."""
+    x, scales = call.x, call.scales
+
+    def inside(some: two_level.Select, node_sum: Tensor) -> None:
+        theirs = None if scales is None else scales.of_rows(x.shape[0], some)
+        part = call._replace(x=some(x), bias=None, out=node_sum, scales=theirs)
+        front.below(GEMM_RS, part, workspace.node_group)
+
+    two_level.scatter(workspace, plan, x.shape[0], inside, call.out, addends)
+
+
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """The kernel's work on the CPU, tile by tile: remote tiles to their owners' slots, the own shard last."""
+    core, (x, weight, bias, _, out, scales) = _native.core, call
+    rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
+    wide, dtype = wide_type(x.dtype), plan.result_dtype
+    wide_x, of_rows = x.to(wide), None if scales is None else fp8.of_elements(scales.x, plan.m)
+    wide_w = WideWeight(weight, plan.transpose_weight, None if scales is None else scales.w)
+    wide_bias = None if bias is None else bias.to(wide)
+    config = core.tile_config(plan.config)
+    block_m, block_n = config.block_m, config.block_n
+    layout = core.gemm_rs_layout(plan.m, plan.n, p, plan.config)
+
+    def slot_tile(owner: int, source: int, m_tile: int, n_tile: int, shape: torch.Size) -> Tensor:
+        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * dtype.itemsize // 2
+        area = workspace.slot(owner, epoch, offset, block_m * block_n, dtype)
+        return area.view(block_m, block_n)[: shape[0], : shape[1]]
+
+    order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
+    for owner, m_tile, n_tile in order:
+        first_row, first_column = m_tile * block_m, n_tile * block_n
+        row_range = slice(owner * rows + first_row, owner * rows + min(first_row + block_m, rows))
+        columns = slice(first_column, first_column + block_n)
+        scale = None if of_rows is None else of_rows[row_range]
+        partial = wide_w.times(wide_x[row_range], columns, scale)
+        tile = n_tile * layout.m_tiles + m_tile
+        # Indices of signal words in a slot: one for each half tile (the rows of one math warpgroup).
+        signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
+        if owner != rank:
+            slot = layout.slot_index(rank, owner)
+            there = slot_tile(owner, rank, m_tile, n_tile, partial.shape)
+            for half, signal in enumerate(signals):
+                part = slice(half * block_m // 2, (half + 1) * block_m // 2)
+                there[part] = partial[part]
+                workspace.signal(owner, slot, signal, epoch)
+            continue
+        if plan.batch_invariant:  # as the products of peers, which are sent in the result's dtype
+            partial = partial.to(dtype).to(wide)
+        total = torch.zeros_like(partial)
+        for source in range(p):
+            if source != rank:
+                for signal in signals:
+                    workspace.wait(plan.op, source, layout.slot_index(source, rank), signal, tile)
+            total += partial if source == rank else slot_tile(rank, source, m_tile, n_tile, partial.shape)
+        if wide_bias is not None:
+            total += wide_bias[columns]
+        out[first_row : first_row + block_m, columns] = total
+
+
+GEMM_RS = front.Collective(
+    name="gemm_rs",
+    number=NUMBER,
+    call=call_of,
+    known=_known,
+    sizes=_sizes,
+    facts=functools.partial(checks.facts, "gemm_rs"),
+    matrices=_matrices,
+    plan=_plan,
+    same=_same,
+    alone=_alone,
+    ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
+    parts={"parts": parts},
+    inputs=("x", "weight", "bias", "scale_x", "scale_w"),
+)
+_kernel: Any = torch.ops.flux._gemm_rs.default

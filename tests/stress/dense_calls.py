@@ -1,0 +1,202 @@
+"""Random valid calls of flux.gemm and the dense collectives, each beside its exact result: in any group, on
+CPUs and GPUs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.ops import gemm as products
+from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
+from flux.ops.norm_and_quant import rms_norm
+from flux.testing import AgGemmCase, GemmRsCase
+from flux.testing.data import EXACT_LIMIT
+
+Tensor = torch.Tensor
+COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
+# What a call gave, what that is, and how to make what it should be.
+Found = list[tuple[str, Tensor, Callable[[], Tensor]]]
+Sizes = Callable[[random.Random], tuple[int, int, int]]
+
+
+def size(dice: random.Random, most: int) -> int:
+    """Mostly small, sometimes 1, sometimes next to a tile's edge."""
+    edge = dice.choice((1, 127, 128, 129, 256, 257))
+    return min(most, dice.choice((dice.randint(1, 40), dice.randint(1, most), edge)))
+
+
+def mixed(dice: random.Random) -> tuple[int, int, int]:
+    """Rows of a shard, columns of the result, K."""
+    return size(dice, 300), size(dice, 300), size(dice, 64) + 1
+
+
+def differs(what: object, result: Tensor, expected: Tensor) -> str:
+    """Empty if the result is exact."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{what}: {list(result.shape)} {result.dtype}, not {list(expected.shape)} {expected.dtype}"
+    wrong = int((result != expected).sum())
+    return f"{what}: {wrong} of {result.numel()} elements are wrong" if wrong else ""
+
+
+def wrong(found: Found) -> list[str]:
+    told = (differs(what, result, expected()) for what, result, expected in found)
+    return [each for each in told if each]
+
+
+class Call:
+    """One random call of an operator; it follows from the dice, which show all ranks of a group the same.
+
+    Args:
+        seed: of the data; number the calls of a test 0, 1, 2, ...
+        sizes: rows of a shard, n and k.
+    """
+
+    def __init__(
+        self,
+        dice: random.Random,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+        sizes: Sizes = mixed,
+        dtypes: Sequence[torch.dtype] = tuple(EXACT_LIMIT),
+        device: str = "cpu",
+    ) -> None:
+        self.dice, self.seed, self.group, self.device = dice, seed, group, device
+        self.rank, self.p = dist.get_rank(group), dist.get_world_size(group)
+        self.rows, self.n, self.k = sizes(dice)
+        self.dtype = dice.choice(dtypes)
+        self.layout = {"transpose_weight": dice.random() < 0.4}
+        self.bias, self.gives_out = dice.random() < 0.4, dice.random() < 0.3
+        self.middle = (1,) if dice.random() < 0.3 else ()  # x has three dimensions
+
+    def make(self, op: str) -> Found:
+        """Makes the call. x is overwritten then: a peer must not read it later."""
+        found: Found = getattr(self, op)()
+        return [(f"{op} {what}", result, expected) for what, result, expected in found]
+
+    def products(self, m: int, p: int = 0) -> GemmRsCase:
+        p = p or self.p
+        return GemmRsCase(m, self.n, self.k, p, self.dtype, bias=self.bias, seed=self.seed, **self.layout)
+
+    def rows_of_all(self) -> AgGemmCase:
+        m = self.rows * self.p
+        return AgGemmCase(
+            m, self.n, self.k, self.p, self.dtype, bias=self.bias, seed=self.seed, **self.layout
+        )
+
+    def out(self, rows: int, columns: int) -> Tensor | None:
+        shape = (rows, *self.middle, columns)
+        return torch.full(shape, 77, dtype=self.dtype, device=self.device) if self.gives_out else None
+
+    def deep(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], *self.middle, x.shape[1])
+
+    def end(self, what: str, x: Tensor, result: Tensor, out: Tensor | None, expected: Any) -> Found:
+        assert out is None or result is out
+        if out is not x:
+            x.fill_(7)
+        return [(what, result.reshape(-1, result.shape[-1]), expected)]
+
+    def gemm(self) -> Found:
+        case, out = self.products(self.rows, 1), self.out(self.rows, self.n)
+        x, weight, bias = case.inputs(0, self.device)
+        result = flux.gemm(self.deep(x), weight, bias, out=out, **self.layout)
+        return self.end(str(case), x, result, out, partial(case.expected, 0, self.device))
+
+    def gemm_rs(self) -> Found:
+        case, out = self.products(self.rows * self.p), self.out(self.rows, self.n)
+        x, weight, bias = case.inputs(self.rank, self.device)
+        result = flux.gemm_rs(self.deep(x), weight, bias, group=self.group, out=out, **self.layout)
+        return self.end(str(case), x, result, out, partial(case.expected, self.rank, self.device))
+
+    def ag_gemm(self) -> Found:
+        """With one weight or a list of them, with and without the gathered rows."""
+        case, count = self.rows_of_all(), self.dice.choice((0, 0, 0, 1, 2, 3))  # 0: no list
+        cases = [replace(case, n=self.n if i == 0 else size(self.dice, 200)) for i in range(max(count, 1))]
+        inputs = [each.inputs(self.rank, self.device) for each in cases]
+        x, weights, biases = inputs[0][0], [each[1] for each in inputs], [each[2] for each in inputs]
+        outs = [self.out(case.m, each.n) for each in cases]
+        gathers = self.dice.random() < 0.4
+        given: Any = (weights, biases) if count else (weights[0], biases[0])
+        options: Any = {"group": self.group, "return_gathered": gathers, **self.layout}
+        if self.gives_out:
+            options["out"] = outs if count else outs[0]
+        result: Any = flux.ag_gemm(self.deep(x), *given, **options)
+        result, gathered = result if gathers else (result, None)
+        found = []
+        for each, one, out in zip(cases, result if count else [result], outs, strict=True):
+            found += self.end(str(each), x, one, out, partial(each.expected, self.rank, self.device))
+        if gathered is not None:
+            found += self.end(f"gathered {case}", x, gathered, None, partial(case.gathered, self.device))
+        return found
+
+    def all_gather(self) -> Found:
+        case, out = self.rows_of_all(), self.out(self.rows * self.p, self.k)
+        x = case._x(self.rank, self.device)
+        result = flux.all_gather(self.deep(x), group=self.group, out=out)
+        return self.end(str(case), x, result, out, partial(case.gathered, self.device))
+
+    def gemm_rs_with_gather(self) -> Found:
+        self.gives_out, self.bias = False, False
+        case, beside = self.products(self.p * size(self.dice, 200)), self.rows_of_all()
+        (left, right, _), x = case.inputs(self.rank, self.device), beside._x(self.rank, self.device)
+        total, gathered = gemm_rs_with_gather(left, right, x, group=self.group, **self.layout)
+        found = self.end(str(case), left, total, None, partial(case.expected, self.rank, self.device))
+        return found + self.end(f"beside {beside}", x, gathered, None, partial(beside.gathered, self.device))
+
+    def gemm_ar(self) -> Found:
+        case = self.products(self.rows_of_sum())
+        x, weight, bias = case.inputs(self.rank, self.device)
+        call = partial(flux.gemm_ar, self.deep(x), weight, bias, **self.layout)
+        return self.sum(case, x, call, self.out(case.m, self.n))
+
+    def all_reduce(self) -> Found:
+        self.bias = False
+        case = self.products(self.rows_of_sum())
+        x = self.partial_sum(case)
+        out = self.dice.choice((None, x, self.out(case.m, self.n)))
+        if out is x:
+            self.middle = ()
+        return self.sum(case, x, partial(flux.all_reduce, self.deep(x) if out is not x else x), out)
+
+    def reduce_scatter(self) -> Found:
+        self.bias = False
+        case, out = self.products(self.rows * self.p), self.out(self.rows, self.n)
+        x = self.partial_sum(case)
+        result = flux.reduce_scatter(self.deep(x), group=self.group, out=out)
+        return self.end(str(case), x, result, out, partial(case.expected, self.rank, self.device))
+
+    def rows_of_sum(self) -> int:
+        return self.dice.choice((self.rows, self.rows * self.p, self.rows * self.p + 1))
+
+    def partial_sum(self, case: GemmRsCase) -> Tensor:
+        return products.reference(*case.inputs(self.rank, self.device)[:2], None, case.transpose_weight)
+
+    def sum(self, case: GemmRsCase, x: Tensor, call: Callable[..., Any], out: Tensor | None) -> Found:
+        """A sum, with or without a residual, and its norm."""
+        total, added = partial(case.expected_sum, self.device), None
+        # The sum must stay exact: 16 bits have room for a bias or a residual.
+        if self.dice.random() < 0.5 and not (self.bias and self.dtype == torch.bfloat16):
+            added = case.residual(self.device)
+
+            def total() -> Tensor:
+                return case.expected_sum(self.device) + case.residual(self.device)
+
+        options: Any = {"group": self.group, "residual": None if added is None else self.deep(added)}
+        if out is x and added is not None:
+            options["residual"] = added
+        if out is not None or self.dice.random() < 0.5:
+            return self.end(str(case), x, call(out=out, **options), out, total)
+        norm_weight = torch.arange(self.n, device=self.device).remainder(3).add(1).to(self.dtype)
+        norm, summed = call(norm_weight=norm_weight, eps=1e-5, **options)
+        found = self.end(f"sum of {case}", x, summed, None, total)
+        if self.device == "cpu":  # kernels add the squares of a row in another order
+            found += self.end(f"norm of {case}", x, norm, None, lambda: rms_norm(total(), norm_weight, 1e-5))
+        return found
