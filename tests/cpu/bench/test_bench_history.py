@@ -1,4 +1,4 @@
-"""flux bench history: a row over all results that have it."""
+"""flux history: a row over all results that have it."""
 
 from __future__ import annotations
 
