@@ -365,7 +365,7 @@ class OnCpu:
         backends: list[Any] = []
 
         def make_backend(store: Any, nodes: int, node: int, timeout_s: float) -> Any:
-            backends.append(dist.ProcessGroupGloo(files, node, nodes))  # type: ignore[attr-defined]
+            backends.append(dist.ProcessGroupGloo(store, node, nodes))  # type: ignore[attr-defined]
             return backends[-1]
 
         NcclRail.make_backend = staticmethod(make_backend)  # type: ignore[method-assign]
