@@ -245,3 +245,14 @@ def test_what_requests_waited_for_is_the_median_of_samples(tools: Tools) -> None
         "| 40 per s | flux-graph | 20.0 | 40.0 | 4.0 | 10.0 | 1,500 | 3, 200 % |",
     ]
     assert tools.page.arrivals({"stock-graph": {"traces": {"at once": [sample(9, 9)]}}}) == []
+
+
+def test_raw_measurements_have_one_head() -> None:
+    head = {"schema", "what", "commit", "date", "gpu", "packages", "about", "rows"}
+    tuned = {"schema", "what", "flux", "commit", "date", "settings", "machine", "sources", "rows"}
+    found = sorted((RESULTS / "tuning").glob("*.json"))
+    assert len(found) > 40
+    for file in found:
+        data = json.loads(file.read_text())
+        assert data.keys() == (tuned if "-tune-" in file.name else head) and data["rows"], file.name
+        assert len(file.read_text().splitlines()) >= len(data["rows"]), file.name

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from flux import _native, machine
 from flux.bench import plot, record, report
 from flux.bench.model import Row, Timing
 from flux.bench.record import Record
+from flux.cli import app
 
 
 def make_record(device: str = "cuda", *, complete: bool = True) -> Record:
@@ -209,3 +211,19 @@ def test_narrow_terminals_get_fewer_columns_but_whole_numbers(width: int) -> Non
     assert "…" not in text
     for always in ("flux", "best peer", "speed-up", "t/floor", "0.200", "0.180 cuBLAS+NCCL"):
         assert always in text
+
+
+def test_raw_measurements_have_one_head_and_a_line_for_each_row(tmp_path: Path) -> None:
+    file = tmp_path / "raw.json"
+    rows = [{"case": "a", "us": 1.5, "part": "first"}, {"case": "b", "us": [2.0, 3.0], "part": "second"}]
+    record.write_rows(file, "microseconds of nothing", rows, tp=2)
+    data = json.loads(file.read_text())
+    head = ["schema", "what", "commit", "date", "gpu", "packages", "about", "rows"]
+    assert list(data) == head and data["rows"] == rows and data["about"] == {"tp": 2}
+    lines = file.read_text().splitlines()
+    assert len(lines) == 2 + len(head) + len(rows) + 1
+    assert [json.loads(line.strip().rstrip(",")) for line in lines if '"case"' in line] == rows
+    shown = CliRunner().invoke(app, ["bench", "--show", str(file)])
+    assert shown.exit_code == 0 and all(
+        word in shown.stdout for word in ("microseconds of nothing", "about, tp: 2", "first", "2, 3")
+    ), shown.output
