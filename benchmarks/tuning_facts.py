@@ -69,7 +69,7 @@ def tuned(results: Path = RESULTS) -> Iterator[tuple[str, Machine, list[Fact]]]:
 
 def of_large_sums() -> list[Fact]:
     """gemm_ar by exchange and composed, which no suite measures side by side."""
-    names = {"fused": "exchange", "composed": "composed", "torch": "cublas+nccl"}
+    names = {"kernel": "exchange", "composed": "composed", "torch": "cublas+nccl"}
     facts = []
     for shape in json.loads(LARGE.read_text())["rows"]:
         us = {way: shape[name] for way, name in names.items() if name in shape}
@@ -89,7 +89,7 @@ def of_few_rows() -> list[Fact]:
     for shape in json.loads(FEW_ROWS.read_text())["rows"]:
         where = (shape["m"], shape["n"], shape["k"])
         chosen = _native.core.select_gemm(*where, False, 132).candidates[0][0]
-        us = {"fused": shape["flux"][chosen], "torch": shape["cublas"]}
+        us = {"kernel": shape["flux"][chosen], "torch": shape["cublas"]}
         facts.append(Fact("gemm", 1, 2, *where, us, source=f"tuning/{FEW_ROWS.name}", older=True))
     return facts
 

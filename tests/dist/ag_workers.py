@@ -47,7 +47,7 @@ def exact(rank: int, world_size: int) -> list[str]:
     # Neither way may have been tested by the other.
     for rows, n, k in SHAPES:
         plan = flux.explain("ag_gemm", rows * world_size, n, k)
-        if not plan.fused or plan.copied != (rows >= 1024):
+        if not plan.by_flux or plan.copied != (rows >= 1024):
             told.append(str(plan))
     flux.check()
     return told

@@ -55,7 +55,7 @@ def exact(rank: int, world_size: int) -> list[str]:
                 told += differs(f"all_reduce in place {case}", summed, alone)
     for m, n, k in SHAPES:
         plan = flux.explain("gemm_ar", m, n, k)
-        if not plan.fused or plan.mode < 0:
+        if not plan.by_flux or plan.mode < 0:
             told.append(str(plan))
     flux.check()
     return told
@@ -126,7 +126,7 @@ def unfused_and_composed(rank: int, world_size: int) -> list[str]:
         assert bias is not None
         told += differs(f"all_reduce {case}", total, expected - bias)
     ways = [flux.explain("gemm_ar", c.m, c.n, c.k, c.dtype) for c in cases]
-    if [plan.fused for plan in ways] != [False, False, False, True, True] or max(
+    if [plan.by_flux for plan in ways] != [False, False, False, True, True] or max(
         ways[3].mode, ways[4].mode
     ) >= 0:
         told.append("; ".join(plan.reason for plan in ways))

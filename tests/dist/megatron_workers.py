@@ -121,7 +121,7 @@ def unfused(group: Any, ops: set[str]) -> list[str]:
     told = [
         f"{call.op} of {call.m}, {call.n}, {call.k}: {call.reason}"
         for call in calls
-        if not (call.fused or (call.op, call.dtype) == ("reduce_scatter", torch.float32))
+        if not (call.by_flux or (call.op, call.dtype) == ("reduce_scatter", torch.float32))
     ]
     missing = ops - {call.op for call in calls}
     return told + [f"never called: {sorted(missing)}"] * bool(missing)

@@ -67,7 +67,7 @@ def test_gemm_rs_and_ag_gemm(world_size: int, n: int, k: int) -> None:
         with flux.batch_invariant():
             problem = PlanInput("cuda", m, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms)
             rs, ag = plan_gemm_rs(problem), plan_ag_gemm(problem)
-        assert rs.fused and ag.fused
+        assert rs.by_flux and ag.by_flux
         for bits, rounds_own in ((scattered, True), (own_not_rounded, False)):
             outs = ranks.gemm_rs([x[batch] for x in xs], weights, config=rs.choice, rounds_own=rounds_own)
             ranks.check()

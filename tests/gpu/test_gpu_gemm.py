@@ -206,12 +206,12 @@ def test_what_the_kernel_does_not_take_runs_through_torch(n: int, k: int, dtype:
     x, weight, bias = case.inputs(0, "cuda")
     assert torch.equal(flux.gemm(x, weight, bias), case.expected(0, "cuda"))
     plan = flux.explain("gemm", 50, n, k, dtype)
-    assert not plan.fused and plan.reason
+    assert not plan.by_flux and plan.reason
 
 
 def test_plan_of_a_kernel() -> None:
     plan = flux.explain("gemm", 4096, 4096, 4096)
-    assert plan.fused and plan.config_name and plan.time_us > 0
+    assert plan.by_flux and plan.config_name and plan.time_us > 0
 
 
 def test_graph_replay() -> None:

@@ -27,7 +27,7 @@ from flux.bench.timing import all_max, make_timer
 from flux.fp8.scales import kind_of
 from flux.measured import files
 from flux.measured.machine import Machine, of_device
-from flux.measured.times import WAYS, Fact, Tuning, choose, scaled
+from flux.measured.times import OLD_WAYS, WAYS, Fact, Tuning, choose, scaled
 from flux.plan.moe import facts_op
 
 # Microseconds between two launches, which the sum of the times of parts does not have: 0.3 to 0.7
@@ -122,7 +122,7 @@ def choices(facts: Sequence[Fact]) -> tuple[Choice, ...]:
     """What a plan takes of these problems, with their measurements and without."""
     tuning, found = Tuning(tuple(facts)), []
     for fact in facts:
-        usual = "fused" if "fused" in fact.us else next(iter(fact.us))
+        usual = "kernel" if "kernel" in fact.us else next(iter(fact.us))
         better = choose(tuning.estimates(*fact.problem), usual, tuple(fact.us))
         found.append(Choice(fact, usual, better[0].way if better else usual))
     return tuple(found)
@@ -198,7 +198,7 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
 
     def fact(op: str, sizes: tuple[int, int, int], ways: dict[str, str], ranks: int) -> Iterator[Fact]:
         us = {way: round(times[name], 3) for way, name in ways.items() if name in times}
-        if "fused" in us or "composed" in us:
+        if "kernel" in us or "composed" in us:
             yield Fact(op, ranks, dtype, *sizes, us, noise=round(noise, 4))
 
     ours = {way: in_way(way) for way in WAYS if in_way(way) in times}
@@ -208,16 +208,16 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
             op = scaled(row.op, kind_of(row.op, row.scales))
             yield from fact(op, (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
         elif (row.op, row.scales) == ("gemm", "tensor") and (row.plan or {}).get("fused"):
-            yield from fact(scaled("gemm", "tensor"), (m, n, k), {"fused": "flux", "torch": "_scaled_mm"}, 1)
+            yield from fact(scaled("gemm", "tensor"), (m, n, k), {"kernel": "flux", "torch": "_scaled_mm"}, 1)
         return
     serial = next((name for name, t in row.times.items() if t.role == "serial"), "")
-    gemms = {"fused": "flux.gemm", "torch": "cuBLAS"}
+    gemms = {"kernel": "flux.gemm", "torch": "cuBLAS"}
     if tuned and row.op in ("gemm", "all_reduce"):
         return
     if row.op == "gemm":
-        yield from fact("gemm", (m, n, k), {"fused": "flux", "torch": "cuBLAS"}, 1)
+        yield from fact("gemm", (m, n, k), {"kernel": "flux", "torch": "cuBLAS"}, 1)
     elif row.op == "all_reduce":
-        yield from fact("all_reduce", (m * n, 0, 0), {"fused": "flux", "torch": "NCCL"} | ours, row.tp)
+        yield from fact("all_reduce", (m * n, 0, 0), {"kernel": "flux", "torch": "NCCL"} | ours, row.tp)
     elif row.op == "gemm_ar_norm":
         yield from fact(row.op, (m, n, k), {"torch": serial, _way_of(row): "flux"} | ours, row.tp)
     elif row.op in _COLLECTIVES:
@@ -225,7 +225,7 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
         elements = m * k if part == "all_gather" else m * n
         if not tuned:
             yield from fact("gemm", (m, n, k), gemms, 1)
-            yield from fact(part, (elements, 0, 0), {"fused": f"flux.{part}", "torch": "NCCL"}, row.tp)
+            yield from fact(part, (elements, 0, 0), {"kernel": f"flux.{part}", "torch": "NCCL"}, row.tp)
         alone = [times[name] for name in gemms.values() if name in times]
         for whole in fact(row.op, (m, n, k), {"torch": serial, _way_of(row): "flux"} | ours, row.tp):
             together = min(alone, default=0.0) + times.get(f"flux.{part}", 0.0) + _BETWEEN_LAUNCHES_US
@@ -235,14 +235,15 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
         op = facts_op(_LAYERS[row.op], model.experts, model.top_k, int(ep[1]) if ep else 1)
         grouped = times.get("torch grouped_mm", 0.0)
         sooner = min(grouped, times.get("flux.grouped_gemm", grouped))
-        for whole in fact(op, (row.m, n, k), {"fused": "flux", "parts": in_way("parts")}, row.tp):
+        for whole in fact(op, (row.m, n, k), {"kernel": "flux", "parts": in_way("parts")}, row.tp):
             yield _with_parts(whole, times[serial] - grouped + sooner if grouped and serial else None)
 
 
 def _way_of(row: Row) -> str:
     """The way that the plan chose. Old rows do not name it."""
     plan = row.plan or {}
-    return plan.get("way") or ("composed" if "gemm_rs + all_gather" in plan.get("config", "") else "fused")
+    way = plan.get("way") or ("composed" if "gemm_rs + all_gather" in plan.get("config", "") else "kernel")
+    return OLD_WAYS.get(way, way)
 
 
 def _with_parts(fact: Fact, together: float | None) -> Fact:

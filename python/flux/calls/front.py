@@ -161,7 +161,7 @@ def _among_ranks(
         op.parts[plan.way](workspace, plan, call, same, recipe)
         return out
     with workspace.calling(plan, same) as epoch:
-        op.ways[workspace.carrier if plan.fused else "torch"](workspace, plan, call, epoch, recipe)
+        op.ways[workspace.carrier if plan.by_flux else "torch"](workspace, plan, call, epoch, recipe)
     return out
 
 

@@ -121,7 +121,7 @@ class CpuWorkspace(Workspace):
         facts = call_facts(call, same, self.compares_contents)
         try:
             self._begin(call, facts)
-            if not call.fused:  # torch's collectives have undefined behaviour if ranks make different calls
+            if not call.by_flux:  # torch's collectives have undefined behaviour if ranks make different calls
                 self.agree(call.op)
             yield self._next_epoch
             self.agree(call.op)

@@ -15,7 +15,7 @@ from flux import _env, _files
 from flux._files import Size
 from flux._log import say_once
 from flux.measured.machine import Machine, of_device
-from flux.measured.times import NO_FACTS, Fact, Tuning
+from flux.measured.times import NO_FACTS, OLD_WAYS, Fact, Tuning
 
 _Schema = Literal[1]
 (SCHEMA,) = get_args(_Schema)
@@ -124,7 +124,10 @@ def read(path: Path) -> tuple[Machine, tuple[Fact, ...]]:
         where, place = f"tuning file {path}", f"rows[{i}]"
         if row["source"] >= len(sources):
             raise ValueError(f"{where}: {place}.source: expected one of {len(sources)}, got {row['source']}")
-        fact: Fact = _files.parse(Fact, {**row, "source": sources[row["source"]]}, where, place)
+        told: dict[str, Any] = {**row, "source": sources[row["source"]]}
+        if isinstance(told.get("us"), dict):
+            told["us"] = {OLD_WAYS.get(way, way): us for way, us in told["us"].items()}
+        fact: Fact = _files.parse(Fact, told, where, place)
         if (same := first.setdefault(fact.problem, i)) != i:
             raise ValueError(f"{where}: {place}: expected another problem, got that of rows[{same}]")
         facts.append(fact)

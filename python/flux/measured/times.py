@@ -13,10 +13,11 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from flux._files import Count, Positive, Size, Within
 
-# Ways to run an operator. "parts": one after the other by flux's own operators, "composed": gemm_ar as
+# Ways to run an operator. "kernel": by one of flux, "parts": one after the other by flux's own operators, "composed": gemm_ar as
 # gemm_rs and all_gather, "torch": by torch and its collectives.
-_Way = Literal["fused", "composed", "parts", "torch"]
+_Way = Literal["kernel", "composed", "parts", "torch"]
 WAYS: tuple[str, ...] = get_args(_Way)
+OLD_WAYS = {"fused": "kernel"}  # in files of flux before 0.2
 _Times = Annotated[dict[_Way, Positive], Within(1)]
 # The smallest gain for which a plan leaves its default, by what an estimate rests on: this problem, others
 # with its weight, others with similar weights (docs/design/plan.md). Errors of the last two are independent.
@@ -251,7 +252,7 @@ def _interpolated(
     below, above = ends
     share = math.log(m / below.m) / math.log(above.m / below.m)
     times = [fact.us[way] for fact in ends]
-    if way != "fused" or model is None:
+    if way != "kernel" or model is None:
         return _mean(times, [1 - share, share])
     n, k = below.n, below.k
     carriers = [model(fact.m, n, k).carrier for fact in ends]
@@ -266,9 +267,9 @@ def _interpolated(
 def _continued(facts: Sequence[Fact], m: int) -> float:
     """The fused way's time beyond the sizes of facts, the nearest first: what a call takes, and a rate."""
     near = facts[0]
-    us, size = near.us["fused"], m / near.m
+    us, size = near.us["kernel"], m / near.m
     if len(facts) > 1:
-        rate = (facts[1].us["fused"] - us) / (facts[1].m - near.m)
+        rate = (facts[1].us["kernel"] - us) / (facts[1].m - near.m)
     else:
         rate = max(us - _FIXED_US, 0.0) / near.m
     return min(max(us + rate * (m - near.m), us * min(size, 1.0)), us * max(size, 1.0))
@@ -276,7 +277,7 @@ def _continued(facts: Sequence[Fact], m: int) -> float:
 
 def _scaled(estimate: Estimate, size: float, bend: float | None) -> Estimate:
     """The time of a weight that is `size` times as large. bend: the ratio of the fused way's by the model."""
-    if estimate.way == "fused" and bend is not None:
+    if estimate.way == "kernel" and bend is not None:
         return replace(estimate, us=estimate.us * bend)
     fixed = min(_FIXED_US, estimate.us)
     return replace(estimate, us=fixed + (estimate.us - fixed) * size)

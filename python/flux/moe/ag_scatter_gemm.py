@@ -180,7 +180,7 @@ def _among_ranks(
     plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     dtype = plan.result_dtype
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
-        if not plan.fused:
+        if not plan.by_flux:
             return in_parts(x, weight, routing, activation, scales)
         if isinstance(workspace, CudaWorkspace):
             out = x.new_empty(layout.max_rows, columns, dtype=dtype)

@@ -176,7 +176,7 @@ def _among_ranks(
     layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
     plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     with workspace.calling(plan, same_routing(routing)) as epoch:
-        if not plan.fused:
+        if not plan.by_flux:
             return in_parts(x, weight, routing, scales)
         if isinstance(workspace, CudaWorkspace):
             return launch(x, weight, routing, plan, workspace, scales, recipe)

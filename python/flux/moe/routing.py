@@ -396,7 +396,7 @@ def _among_ranks(
     if topk_ids.is_cuda and not isinstance(workspace, NodesWorkspace):
         on_gpu = cast("CudaWorkspace | None", workspace)
         plan = route_kernel.plan(layout, topk_ids.device, on_gpu)
-        if plan.fused:
+        if plan.by_flux:
             alone = registry.known_of_one_rank(group) if p == 1 else None
             return route_kernel.run(on_gpu, plan, layout, topk_ids, topk_weights, shapes, alone)
     told = _message(topk_ids, topk_weights, num_experts, max_tokens)
@@ -475,7 +475,7 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
     # The plan of the gather, but with the name of this operator and the facts on which ranks must agree.
     call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
     with workspace.calling(call, NOTHING) as epoch:
-        if plan.fused and isinstance(workspace, CpuWorkspace):
+        if plan.by_flux and isinstance(workspace, CpuWorkspace):
             arrivals = gather.Arrivals(workspace, call, epoch, told)
             for source in range(group.size()):
                 arrivals.copy_to(everybody, source)

@@ -403,7 +403,7 @@ def runs_fused(workspace: NodesWorkspace, op: str, weight: Tensor, of: OfGroup, 
     top_k = tensors[3].shape[-1]
     sizes = (size, n, k, whole.dtype, top_k, ep_size, experts, whole.scaling)
     plan: MoePlan = plan_layer(workspace.inner, op, *sizes)
-    return plan.fused
+    return plan.by_flux
 
 
 def plan_route(workspace: NodesWorkspace, op: str, tokens: int, num_experts: int, ep_size: int) -> Plan:

@@ -399,7 +399,7 @@ def _among_ranks(
         ag_gemm_ways.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
-        if not call.fused:
+        if not call.by_flux:
             ag_gemm_ways.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
             recipe = ag_gemm_known.recipe(arguments, len(weights), outs, bool(scales), within)
@@ -440,10 +440,10 @@ def _plans(
     if found is None:
         problems = [problem_of(workspace, m, n, *rest) for n in ns]
         plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
-        if all(plan.fused for plan in plans):  # measurements are of one weight with all columns
+        if all(plan.by_flux for plan in plans):  # measurements are of one weight with all columns
             whole = workspace_plan(workspace, "ag_gemm", m, sum(ns), *rest)
-            plans = (whole,) * len(ns) if len(ns) == 1 or whole.way != "fused" else plans
-        call = replace(next((plan for plan in plans if not plan.fused), plans[0]), n=sum(ns))
+            plans = (whole,) * len(ns) if len(ns) == 1 or whole.way != "kernel" else plans
+        call = replace(next((plan for plan in plans if not plan.by_flux), plans[0]), n=sum(ns))
         found = workspace.plans[key] = (call, plans)
     return cast(tuple[Plan, tuple[Plan, ...]], found)
 

@@ -150,7 +150,7 @@ def _among_ranks(
     if x.dim() != 2:
         x2, out2 = x.reshape(x.shape[0], plan.k), out.view(plan.m, plan.k)
     with workspace.calling(plan, also) as epoch:
-        if not plan.fused:
+        if not plan.by_flux:
             unfused(x, group, out)
         elif isinstance(workspace, CudaWorkspace):
             recipe.returns(out, "out")

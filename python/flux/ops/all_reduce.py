@@ -319,7 +319,7 @@ def sum_of(
     if residual is not None or end.norm_weight is not None:
         same = {**also, "residual": residual, **end.same()}
     with workspace.calling(plan, same) as epoch:
-        if not plan.fused:
+        if not plan.by_flux:
             unfused(x, residual, group, out)
             return None
         if isinstance(workspace, NodesWorkspace):

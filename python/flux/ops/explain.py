@@ -63,7 +63,7 @@ def explain(
 
         plan = flux.explain("gemm_rs", m=1024, n=1024, k=256, dtype=torch.float32)
         print(plan)
-        assert plan.fused or plan.reason
+        assert plan.by_flux or plan.reason
     """
     if op not in OPS:
         fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
@@ -125,7 +125,7 @@ def why_unfused(
     else:
         remembered = _remembered_plans[_invariance.active()]
         plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size(), scaling)
-    return None if plan.fused else plan.reason
+    return None if plan.by_flux else plan.reason
 
 
 def _plan_without_workspace(

@@ -257,7 +257,7 @@ def launch(
         plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
     require(plan)
     out2 = out if out.dim() == 2 else out.view(m, n)
-    if not plan.fused:
+    if not plan.by_flux:
         unfused(x2, weight, bias, transpose_weight, out2, scales)
         return
     target = writable(out2)

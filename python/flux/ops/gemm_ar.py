@@ -415,7 +415,7 @@ def _among_ranks(
         require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, **end.same()}
-    if plan.fused and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
+    if plan.by_flux and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
         for some in split_rows(m, n, total.dtype):
             part = None if residual is None else residual[some]
             call = (x[some], weight, bias, transpose_weight, part, norm_and_quant.NONE, group, total[some])
@@ -448,7 +448,7 @@ def _among_ranks(
         return found
     else:
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
-            if not plan.fused:
+            if not plan.by_flux:
                 gemm_ar_ways.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
             elif isinstance(workspace, CudaWorkspace):
                 tensors = (x, weight, bias, residual, total)

@@ -129,10 +129,10 @@ def _plans_beside(
 ) -> tuple[Plan, Plan] | None:
     """Plans of both, if copy engines can gather while SMs send tiles; else None. Equal on all ranks."""
     scattering = workspace_plan(workspace, "gemm_rs", m, n, k, dtype, transpose_weight)
-    if scattering.way != "fused":
+    if scattering.way != "kernel":
         return None
     gathering = gather.gather_plan(workspace, rows, beside=True)
-    if not (gathering.fused and gathering.copied_now()):
+    if not (gathering.by_flux and gathering.copied_now()):
         return None
     if scattering.copied:  # copy engines already send the tiles
         scattering = replace(scattering, copied=False)

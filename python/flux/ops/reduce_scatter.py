@@ -163,7 +163,7 @@ def sum_of(
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
     require(plan)
     with workspace.calling(plan, also) as epoch:
-        if not plan.fused:
+        if not plan.by_flux:
             unfused(x, group, out)
         elif isinstance(workspace, NodesWorkspace):
             two_level_sum(workspace, plan, x.reshape(group.size(), -1), out.view(1, -1))

@@ -147,7 +147,7 @@ def require(plan: Plan) -> None:
 
     Ranks have equal plans, so all raise. Called before anything is exchanged.
     """
-    if plan.batch_invariant and not plan.fused and plan.m * plan.n > 0:
+    if plan.batch_invariant and not plan.by_flux and plan.m * plan.n > 0:
         raise NotInvariant(
             f"{plan.op}: batch_invariant: expected a call that runs fused, got an unfused one: {plan.reason}"
         )
@@ -188,7 +188,7 @@ def planned(op: str, problem: PlanInput) -> Plan:
     if problem.topology is not None:
         return NODES_PLANNERS[op](problem)
     plan = PLANNERS[op](problem)
-    if not plan.fused or plan.batch_invariant:
+    if not plan.by_flux or plan.batch_invariant:
         return plan
     forced = problem.tuning.forced
     if forced is not None:
@@ -215,7 +215,7 @@ def planned(op: str, problem: PlanInput) -> Plan:
 def ways_of(op: str) -> tuple[str, ...]:
     """The ways in which an operator of several ranks can run (flux.measured.times.WAYS)."""
     return tuple(
-        way for way in ALL_WAYS if way in ("fused", "torch") or (op, way) in WAYS or _has_parts(op, way)
+        way for way in ALL_WAYS if way in ("kernel", "torch") or (op, way) in WAYS or _has_parts(op, way)
     )
 
 
@@ -253,7 +253,7 @@ def model_of(op: str, problem: PlanInput) -> Model | None:
     def product(m: int, n: int, k: int) -> Modelled:
         alone = replace(problem, m=m, n=n, k=k, world_size=1)
         fact = problem.tuning.measured(*facts_key("gemm", alone))
-        return Modelled(fact.us.get("fused", 0.0) if fact else 0.0)
+        return Modelled(fact.us.get("kernel", 0.0) if fact else 0.0)
 
     return product
 

@@ -27,8 +27,8 @@ def choose_parts(tuning: Tuning, op: str, ranks: int, dtype: int, m: int, n: int
     """Why a layer runs as a collective, a grouped GEMM and sums one after the other, or None."""
     if tuning.forced is not None:
         return "to be measured" if tuning.forced == "parts" else None
-    found = choose(tuning.estimates(op, ranks, dtype, m, n, k), "fused", ("fused", "parts"))
-    return found and f"in parts {found[0].us:.1f} us, fused {found[1].us:.1f} us ({found[0].source})"
+    found = choose(tuning.estimates(op, ranks, dtype, m, n, k), "kernel", ("kernel", "parts"))
+    return found and f"in parts {found[0].us:.1f} us, by kernel {found[1].us:.1f} us ({found[0].source})"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MoePlan:
     dtype: torch.dtype
     world_size: int
     config: int  # holds ep_size, because ranks compare this field
-    fused: bool
+    by_flux: bool
     reason: str
     signal_bytes: int = 0
     slot_bytes: int = 0

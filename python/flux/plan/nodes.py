@@ -131,7 +131,7 @@ def _inside_fused(op: str, problem: PlanInput) -> str | None:
         )
         return None if fused else reason
     plan = PLANNERS[op](problem)
-    return None if plan.fused else plan.reason
+    return None if plan.by_flux else plan.reason
 
 
 def _gemm_us(problem: PlanInput, sms: int) -> float:

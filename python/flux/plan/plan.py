@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flux import _invariance, _native
+from flux import _deprecated, _invariance, _native
 from flux.comm.topology import Links, Topology
 from flux.fp8.scales import Scaling
 from flux.measured.times import NO_FACTS, Tuning
@@ -16,7 +16,7 @@ from flux.plan.network_model import TwoLevel
 # Operators whose x is [m, n].
 SUMS = ("all_reduce", "reduce_scatter")
 RUNS = {
-    "fused": "fused",
+    "kernel": "by kernel",
     "composed": "composed",
     "parts": "in parts",
     "torch": "unfused",
@@ -38,8 +38,8 @@ class Plan:
         dtype: of x.
         world_size: ranks of the group.
         transpose_weight: weight is [k, n].
-        fused: whether flux's kernels run (on CPU: their protocols).
-        way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
+        by_flux: whether flux's kernels run (on CPU: their protocols), and not torch alone.
+        way: how: "kernel" (one of flux does it all), "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
             flux, one after the other), "two-level" (fused inside each of several nodes), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
@@ -79,7 +79,7 @@ class Plan:
     dtype: torch.dtype
     world_size: int
     transpose_weight: bool
-    fused: bool
+    by_flux: bool
     transport: str
     reason: str
     config: int = -1
@@ -98,10 +98,12 @@ class Plan:
     mode: int = -1
     scaling: Scaling | None = None
     batch_invariant: bool = field(default_factory=_invariance.active)
-    way: str = "fused"
+    way: str = "kernel"
     estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
     num_sms: int = 0
     levels: TwoLevel | None = None
+
+    fused = _deprecated.attribute("fused", "by_flux")
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -133,7 +135,7 @@ class Plan:
             lines += self.levels.lines()
         if self.batch_invariant:
             lines.append("  batch      invariant: one tile shape for any number of rows")
-        if self.fused and self.config_name:
+        if self.by_flux and self.config_name:
             tile = self.config_name
             if self.config < _native.core.FIRST_SWAP_AB:  # swap-AB tiles have a split, which is in their name
                 tile += f", cluster {self.cluster}, raster groups of {self.group_m}"
@@ -202,10 +204,10 @@ class PlanInput:
         """SMs of the GPU whose tile order is used."""
         return self.num_sms or CPU_NUM_SMS
 
-    def plan(self, op: str, fused: bool, reason: str, **facts: Any) -> Plan:
+    def plan(self, op: str, by_flux: bool, reason: str, **facts: Any) -> Plan:
         """A plan of this problem, unless `facts` say otherwise."""
         named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport", "scaling")
         given = {name: getattr(self, name) for name in named}
-        given["way"] = "fused" if fused else "torch"
+        given["way"] = "kernel" if by_flux else "torch"
         given["num_sms"] = self.num_sms if self.left_free else 0
-        return Plan(op, fused=fused, reason=reason, **(given | facts))
+        return Plan(op, by_flux=by_flux, reason=reason, **(given | facts))

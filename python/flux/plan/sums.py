@@ -166,7 +166,7 @@ PLANNERS |= {
 }
 for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
     WAYS[_op, "composed"] = _composed
-    WAYS[_op, "fused"] = functools.partial(_exchange_if_it_fits, norm=_norm)
+    WAYS[_op, "kernel"] = functools.partial(_exchange_if_it_fits, norm=_norm)
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:

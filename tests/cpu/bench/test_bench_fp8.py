@@ -318,14 +318,14 @@ def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: st
     times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
     told = {"local": (4096, 8, 128), "wire_bytes": 0, "times": times, "check": "exact", "scales": scales}
     (fact,) = facts_of(Row("gemm_rs", "a", "gemm_rs", 4096, 8, 256, 2, FP8, **told))  # type: ignore[arg-type]
-    assert fact == Fact(scaled("gemm_rs", kind), 2, 1, 4096, 8, 128, {"fused": 500.0, "parts": 250.0})
+    assert fact == Fact(scaled("gemm_rs", kind), 2, 1, 4096, 8, 128, {"kernel": 500.0, "parts": 250.0})
     tuning, operands = Tuning((fact,)), (4096, 8, 128, torch.float8_e4m3fn)
     alone = PlanInput("cuda", *operands, world_size=2, num_sms=132, transport="stores", tuning=tuning)
     for each in ("row", "block"):
         plan = planned("gemm_rs", replace(alone, scaling=Scaling(each, torch.bfloat16)))
-        assert plan.way == ("parts" if each == kind else "fused"), plan
+        assert plan.way == ("parts" if each == kind else "kernel"), plan
     in_16_bits = replace(alone, dtype=torch.bfloat16)
-    assert planned("gemm_rs", in_16_bits).way == "fused"
+    assert planned("gemm_rs", in_16_bits).way == "kernel"
 
 
 def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
@@ -340,14 +340,14 @@ def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
     }
     row = Row("gemm", "a", "gemm", 128, 48, 128, 2, FP8, scales="tensor", **told)  # type: ignore[arg-type]
     (fact,) = facts_of(row)
-    assert fact == Fact(scaled("gemm", "tensor"), 1, 1, 128, 48, 128, {"fused": 500.0, "torch": 250.0})
+    assert fact == Fact(scaled("gemm", "tensor"), 1, 1, 128, 48, 128, {"kernel": 500.0, "torch": 250.0})
     assert not list(facts_of(replace(row, scales="row"))), "torch applies scales of rows behind the product"
     assert not list(facts_of(replace(row, plan={"fused": False}))), "this is torch's time"
     problem = PlanInput("cuda", 128, 48, 128, torch.float8_e4m3fn, num_sms=132, tuning=Tuning((fact,)))
     scaling = Scaling("tensor", torch.bfloat16)
 
     def fused(**change: Any) -> bool:
-        return planned("gemm", replace(problem, **({"scaling": scaling} | change))).fused
+        return planned("gemm", replace(problem, **({"scaling": scaling} | change))).by_flux
 
     assert not fused()
     assert fused(scaling=scaling._replace(kind="row")) and fused(scaling=scaling._replace(fast=True))

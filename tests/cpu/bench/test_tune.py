@@ -80,7 +80,7 @@ def before_and_after(file: Path) -> None:
     choices = tune.choices(files.read(file)[1])
     assert len(choices) == 12
     for choice in choices:
-        assert {"fused", "parts", "torch"} <= choice.fact.us.keys()
+        assert {"kernel", "parts", "torch"} <= choice.fact.us.keys()
         assert choice.after <= choice.before
         assert choice.way == choice.usual or choice.after < 0.98 * choice.before
 
@@ -179,10 +179,10 @@ def test_facts_of_rows() -> None:
         "cuBLAS+NCCL": ("serial", 11e-3),
     }
     gemm, total, whole = facts_of(row("gemm_ar", times))
-    assert gemm == Fact("gemm", 1, 2, 16, 32, 32, {"fused": 1.0, "torch": 2.0})
-    assert total == Fact("all_reduce", 2, 2, 512, 0, 0, {"fused": 3.0, "torch": 9.0})
+    assert gemm == Fact("gemm", 1, 2, 16, 32, 32, {"kernel": 1.0, "torch": 2.0})
+    assert total == Fact("all_reduce", 2, 2, 512, 0, 0, {"kernel": 3.0, "torch": 9.0})
     # Parts that were timed alone, and what lies between two launches.
-    us = {"fused": 5.0, "torch": 11.0, "parts": 4.5}
+    us = {"kernel": 5.0, "torch": 11.0, "parts": 4.5}
     assert whole == Fact("gemm_ar", 2, 2, 16, 32, 32, us, summed=("parts",))
     (whole,) = facts_of(row("gemm_ar", {**times, in_way("parts"): ("peer", 4.8e-3)}), tuned=True)
     assert whole.us == {**us, "parts": 4.8} and not whole.summed

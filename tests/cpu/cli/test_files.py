@@ -104,7 +104,7 @@ VALID: dict[str, Any] = {
     "tuning": json.loads(
         files.to_json(
             Machine("sm_90", 132, 1980.0, 4916.7, 478.1),
-            [Fact("gemm_ar", 2, 2, 8, 16, 24, {"fused": 1.5, "parts": 2.5}, 0.5, "a", True, ("parts",))],
+            [Fact("gemm_ar", 2, 2, 8, 16, 24, {"kernel": 1.5, "parts": 2.5}, 0.5, "a", True, ("parts",))],
         )
     ),
     "result": json.loads(json.dumps(record.to_json(make_record()))),
@@ -240,9 +240,9 @@ def test_every_value_has_a_type_and_a_range(kind: str, tmp_path: Path) -> None:
         ("tuning", ("rows", 0, "n"), -4096, "rows[0].n: expected a number from 0"),
         ("tuning", ("rows", 0, "source"), 1, "rows[0].source: expected one of 1, got 1"),
         ("tuning", ("rows", 0, "us"), {}, "rows[0].us: expected a number of entries from 1 to inf, got 0"),
-        ("tuning", ("rows", 0, "us"), {"magic": 1.0}, "rows[0].us: expected 'fused' or 'composed'"),
-        ("tuning", ("rows", 0, "us", "fused"), 0, "rows[0].us.fused: expected a number from 1e-09"),
-        ("tuning", ("rows", 0, "summed"), ["magic"], "rows[0].summed[0]: expected 'fused'"),
+        ("tuning", ("rows", 0, "us"), {"magic": 1.0}, "rows[0].us: expected 'kernel' or 'composed'"),
+        ("tuning", ("rows", 0, "us", "kernel"), 0, "rows[0].us.kernel: expected a number from 1e-09"),
+        ("tuning", ("rows", 0, "summed"), ["magic"], "rows[0].summed[0]: expected 'kernel'"),
         ("tuning", ("rows", 0, "note"), 1, "rows[0]: expected no field but op, ranks"),
         ("tuning", ("rows",), 2 * VALID["tuning"]["rows"], "rows[1]: expected another problem"),
         ("result", ("rows", 0, "times", "flux", "samples_ms"), [], "rows[0].times.flux.samples_ms: expected"),

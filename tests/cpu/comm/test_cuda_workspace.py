@@ -193,7 +193,7 @@ def test_no_copy_engines_where_launches_block(machine: Machine, monkeypatch: pyt
     assert not chosen.copied and "CUDA_LAUNCH_BLOCKING=1" in chosen.transport
     assert entered(workspace, chosen) == (workspace._symm_buffer.address, 0, 0)
     rows = workspace_plan(workspace, "gemm_rs", 16384, 8192, 8192, torch.bfloat16, False)
-    assert rows.fused and not rows.copied
+    assert rows.by_flux and not rows.copied
 
 
 def test_no_copy_engines_for_calls_that_graphs_capture(
@@ -329,7 +329,7 @@ def test_rows_go_beside_the_gemm_also_where_torch_gathers_sooner_alone(machine: 
     workspace = make()
     rows = torch.zeros(1024, 4096, dtype=torch.bfloat16)
     workspace.tuning = Tuning(
-        (Fact("all_gather", 2, 2, 2 * rows.numel(), 0, 0, {"fused": 99.0, "torch": 50.0}),)
+        (Fact("all_gather", 2, 2, 2 * rows.numel(), 0, 0, {"kernel": 99.0, "torch": 50.0}),)
     )
     assert all_gather.gather_plan(workspace, rows).way == "torch"
     plans = beside._plans_beside(workspace, 256, 64, 512, rows.dtype, False, rows)
@@ -338,7 +338,7 @@ def test_rows_go_beside_the_gemm_also_where_torch_gathers_sooner_alone(machine: 
 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:
     call, _ = ag_gemm._plans(make(), 256, (64, 9, 8), 64, torch.bfloat16, False)
-    assert not call.fused and call.n == 81 and "n = 9" in call.reason
+    assert not call.by_flux and call.n == 81 and "n = 9" in call.reason
 
 
 def test_a_copy_is_a_whole_shard_of_whole_tiles() -> None:
@@ -352,13 +352,13 @@ def test_what_a_gather_needs() -> None:
     assert plan.slot_bytes == -(-3 * 300 * 1000 * 2 // 4096) * 4096
     assert plan.signal_bytes == 4096
     bytes_moved = plan_all_gather(PlanInput("cuda", 4 * 300, 0, 500, torch.float32, world_size=4))
-    assert (bytes_moved.fused, bytes_moved.slot_bytes) == (True, plan.slot_bytes)
+    assert (bytes_moved.by_flux, bytes_moved.slot_bytes) == (True, plan.slot_bytes)
     assert "weight" not in str(bytes_moved) and "x [300, 500], float32" in str(bytes_moved)
     assert "x [300, 1000], weight [1024, 1000]" in str(plan)
     most = core.MAX_PUSH_BLOCKS * 128
-    assert gathering(most, k=8).fused
+    assert gathering(most, k=8).by_flux
     too_many = gathering(most + 1, k=8)
-    assert not too_many.fused and f"{most + 1} rows of one rank" in too_many.reason
+    assert not too_many.by_flux and f"{most + 1} rows of one rank" in too_many.reason
 
 
 def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:

@@ -131,7 +131,7 @@ def lifecycle(rank: int, world_size: int) -> str:
     assert workspace.slot_bytes == size, "what was reserved did not suffice"
     flux.check()
     plan = flux.explain("gemm_rs", case.m, case.n, case.k)
-    assert plan.fused and plan.transport == "POSIX shared memory" and plan.config_name, plan
+    assert plan.by_flux and plan.transport == "POSIX shared memory" and plan.config_name, plan
     with pytest.raises(ValueError, match="expect_graphs: group: expected"):
         flux.expect_graphs(3)  # type: ignore[arg-type]
     assert workspace.copies and workspace.plans
@@ -195,7 +195,7 @@ def nine(rank: int, world_size: int) -> tuple[bool, str]:
     result = flux.gemm_rs(torch.ones(world_size, 4), torch.ones(3, 4))
     assert torch.equal(result, torch.full((1, 3), 4.0 * world_size))
     plan = flux.explain("gemm_rs", world_size, 3, 4, torch.float32)
-    return plan.fused, plan.reason
+    return plan.by_flux, plan.reason
 
 
 def test_more_ranks_than_a_kernel_serves_run_unfused() -> None:

@@ -145,7 +145,7 @@ def test_a_packed_choice_may_say_how_many_ctas_share_a_row() -> None:
 def test_a_larger_problem_runs_unfused() -> None:
     for k, fused in ((core.MAX_EXTENT, True), (core.MAX_EXTENT + 1, False)):
         plan = plan_ag_gemm(PlanInput("cpu", 2, 8, k, torch.bfloat16, world_size=2))
-        assert plan.fused == fused
+        assert plan.by_flux == fused
         assert plan.slot_bytes >= 0
 
 

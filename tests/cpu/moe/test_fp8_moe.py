@@ -259,7 +259,7 @@ def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: fp8.S
     sizes = (64, 512, 256, dtype, 2, 1, 4)  # tokens, n, k, dtype, top_k, ep_size, experts
     plan = plan_layer(workspace, "moe.gemm_gather_rs", *sizes, scaling)
     tile = _native.core.tile_config(plan.tile)
-    assert plan.fused and tile.operand_bytes == dtype.itemsize, (plan, tile)
+    assert plan.by_flux and tile.operand_bytes == dtype.itemsize, (plan, tile)
 
 
 def experts(kind: str, out_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Tensor]:

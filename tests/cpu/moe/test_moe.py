@@ -95,7 +95,7 @@ def everything(rank: int, world_size: int) -> dict[str, str]:
     end()
     if world_size > 1:
         workspace = flux.explain("gemm_rs", world_size, 8, 8)
-        answers["protocol"] = "" if workspace.fused else workspace.reason
+        answers["protocol"] = "" if workspace.by_flux else workspace.reason
     return answers
 
 

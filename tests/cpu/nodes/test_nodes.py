@@ -100,7 +100,7 @@ def test_one_node_and_its_subgroups_are_no_groups_of_nodes() -> None:
     for ranks_per_node in (None, 4):
         for exact, told, seen in spawn(of_one_node, 4, ranks_per_node=ranks_per_node):
             assert exact and not seen
-            assert "runs       fused: ranks of one host share memory" in told and "two-level" not in told
+            assert "runs       by kernel: ranks of one host share memory" in told and "two-level" not in told
 
 
 def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:

@@ -123,7 +123,7 @@ def test_plans_of_up_to_64_nodes(op: str, nodes: int) -> None:
     for m in (p, 8 * p, 64 * p):
         found = plan(op, m, 8192, 1024, nodes)
         best, flat = time_of(found, "two-level"), time_of(found, "flat")
-        assert found.fused == (best <= network_model.MARGIN * flat)
+        assert found.by_flux == (best <= network_model.MARGIN * flat)
         assert min(best, flat) > 0
         if found.levels is None:
             assert (
@@ -144,7 +144,7 @@ def test_the_gain_shrinks_with_nodes_and_becomes_a_loss() -> None:
         for p in (plan("gemm_rs", 8192, 8192, 28672 // 8 // n, n) for n in (2, 4, 8, 16))
     ]
     assert gains[0] > 1.5 and gains == sorted(gains, reverse=True)
-    assert not plan("gemm_rs", 8192, 8192, 56, 64).fused
+    assert not plan("gemm_rs", 8192, 8192, 56, 64).by_flux
 
 
 def test_few_rows_take_one_launch_and_one_exchange() -> None:
@@ -210,15 +210,15 @@ def test_explanation_has_every_threshold() -> None:
 
 def test_the_way_can_be_said() -> None:
     lost = problem(8192, 8192, 56, 64)
-    assert not planned("gemm_rs", lost).fused
-    assert planned("gemm_rs", replace(lost, nodes_way="two-level")).fused
+    assert not planned("gemm_rs", lost).by_flux
+    assert planned("gemm_rs", replace(lost, nodes_way="two-level")).by_flux
     gained = problem(8192, 12288, 3072, 2)
     flat = planned("gemm_rs", replace(gained, nodes_way="flat"))
-    assert not flat.fused and flat.reason == "2 nodes x 8: FLUX_NODES=flat"
+    assert not flat.by_flux and flat.reason == "2 nodes x 8: FLUX_NODES=flat"
     for schedule in ("blocks", "one launch"):
         found = planned("gemm_rs", replace(gained, tuning=Tuning(forced=schedule)))
         assert found.levels is not None and found.levels.schedule == schedule
-    assert not planned("gemm_rs", replace(gained, tuning=Tuning(forced="torch"))).fused
+    assert not planned("gemm_rs", replace(gained, tuning=Tuning(forced="torch"))).by_flux
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_plans_of_one_node_do_not_look_at_nodes(op: str) -> None:
 
 def test_batch_invariant_calls_do_not_change_their_way_with_rows() -> None:
     for m in (1024, 8192):
-        assert not planned("gemm_rs", problem(m, 8192, 56, 64)).fused
+        assert not planned("gemm_rs", problem(m, 8192, 56, 64)).by_flux
         with flux.batch_invariant():
             assert planned("gemm_rs", problem(m, 8192, 56, 64)).way == "two-level"
 
@@ -250,7 +250,7 @@ def test_batch_invariant_calls_do_not_change_their_way_with_rows() -> None:
 )
 def test_what_no_kernel_takes_is_flat(op: str, sizes: tuple[int, int, int], reason: str) -> None:
     found = plan(op, *sizes, 2)
-    assert not found.fused and reason in found.reason and found.way == "torch"
+    assert not found.by_flux and reason in found.reason and found.way == "torch"
 
 
 def test_launches_that_leave_sms_free_say_how_many_they_use() -> None:

@@ -123,7 +123,7 @@ def lists_of_weights(rank: int, world_size: int) -> str:
         results, gathered = flux.ag_gemm(x, weights, biases, return_gathered=True)
     finally:
         CpuWorkspace.signal = signal  # type: ignore[method-assign]
-    if flux.explain("ag_gemm", case.m, case.n, case.k).fused and len(sent) != 2 * (world_size - 1):
+    if flux.explain("ag_gemm", case.m, case.n, case.k).by_flux and len(sent) != 2 * (world_size - 1):
         return f"{len(sent)} blocks were sent"
     outs = [torch.full_like(e, 3) for e in expected]
     given = flux.ag_gemm(x, tuple(weights), [None, biases[1], None], out=outs)
@@ -147,7 +147,7 @@ def unfused(rank: int, world_size: int) -> str:
     answers = [run_case(rank, world_size, index) for index in range(0, len(CASES), 3)]
     answers += [other_forms(rank, world_size), lists_of_weights(rank, world_size)]
     plan = flux.explain("ag_gemm", 8 * world_size, 8, 8)
-    if plan.fused or "FLUX_FUSED=off" not in plan.reason:
+    if plan.by_flux or "FLUX_FUSED=off" not in plan.reason:
         answers.append(str(plan))
     return first(answers)
 

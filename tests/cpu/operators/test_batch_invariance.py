@@ -136,7 +136,7 @@ def large_sums(rank: int, world_size: int) -> None:
         plan_sums.MAX_EXCHANGE_BYTES = 7 * whole.n * whole.dtype.itemsize
         flux.release()
         plan = flux.explain("gemm_ar", m=len(batch), n=whole.n, k=whole.k, dtype=whole.dtype)
-        assert plan.fused and f"{-(-len(batch) // 7)} parts" in plan.transport, plan
+        assert plan.by_flux and f"{-(-len(batch) // 7)} parts" in plan.transport, plan
         for (name, _, before), (_, _, after) in zip(expected, whole.run(batch, scatters=False), strict=True):
             assert torch.equal(before, after), name
 
@@ -190,7 +190,7 @@ def test_one_tile_shape_serves_any_number_of_rows(op: str, n: int, k: int) -> No
     plans = [plan for plan in plans if plan.config >= 0]
     assert len(plans) >= 7  # the largest sums are made of parts, each of which is a call
     assert len({plan.config for plan in plans}) == 1
-    assert all(plan.fused and plan.batch_invariant for plan in plans)
+    assert all(plan.by_flux and plan.batch_invariant for plan in plans)
     assert plans[0].config < core.FIRST_SWAP_AB
     assert {plan.cluster for plan in plans} == {1}, "K is not split"
     assert "one tile shape" in str(plans[0])

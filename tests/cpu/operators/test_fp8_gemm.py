@@ -401,8 +401,8 @@ def test_plans_for_gpus_have_tiles_for_fp8(op: str, x_dtype: torch.dtype, accumu
         problem = PlanInput("cuda", m, 8192, 4096, x_dtype, False, p, num_sms=132, scaling=scaling)
         with flux.batch_invariant() if invariant else contextlib.nullcontext():
             plan = planned(op, problem)
-        assert plan.fused, plan
-        if plan.way == "fused":
+        assert plan.by_flux, plan
+        if plan.way == "kernel":
             if plan.config >= _native.core.FIRST_SWAP_AB:
                 continue  # ids of swap-AB tiles are not those of tile_config
             tile = _native.core.tile_config(plan.config)

@@ -113,7 +113,7 @@ def test_explain_says_why() -> None:
     plan = flux.explain("gemm", 128, 256, 512)
     if torch.cuda.is_available():
         pytest.skip("explains the plan of this machine's GPU instead")
-    assert not plan.fused
+    assert not plan.by_flux
     assert "torch.mm" in plan.reason
     assert "unfused" in str(plan)
     with pytest.raises(ValueError, match="explain: op: expected one of gemm, gemm_rs, .*, got 'conv'"):

@@ -273,7 +273,7 @@ def too_large_to_exchange(rank: int, world_size: int) -> str:
             plan = flux.explain("gemm_ar", m, 40, 16)
             way = "as gemm_rs + all_gather"
             way += f", of {m % world_size} rows by exchange" if m % world_size else ""
-            if world_size > 1 and not (plan.reason.endswith(way) and plan.fused):
+            if world_size > 1 and not (plan.reason.endswith(way) and plan.by_flux):
                 told.append(str(plan))
         return "; ".join(t for t in told if t)
     finally:
@@ -285,7 +285,7 @@ def unfused(rank: int, world_size: int) -> str:
     answers = [run_case(rank, world_size, index) for index in range(0, len(CASES), 5)]
     for op in ("gemm_ar", "all_reduce"):
         plan = flux.explain(op, 8, 8, 8)
-        if plan.fused or "FLUX_FUSED=off" not in plan.reason:
+        if plan.by_flux or "FLUX_FUSED=off" not in plan.reason:
             answers.append(str(plan))
     return "; ".join(a for a in answers if a)
 

@@ -99,7 +99,7 @@ def torch_sees(rank: int, world_size: int) -> str:
 def unfused(rank: int, world_size: int) -> str:
     answers = [run_case(rank, world_size, index) for index in range(0, len(CASES), 5)]
     plan = flux.explain("gemm_rs", 8 * world_size, 8, 8)
-    if world_size > 1 and (plan.fused or "FLUX_FUSED=off" not in plan.reason):
+    if world_size > 1 and (plan.by_flux or "FLUX_FUSED=off" not in plan.reason):
         answers.append(str(plan))
     return "; ".join(a for a in answers if a)
 

@@ -60,7 +60,7 @@ def plan(**change: Any) -> Plan:
 )
 def test_plans(change: dict[str, Any], fused: bool, words: str) -> None:
     made = plan(**change)
-    assert made.fused == fused and words in made.reason, made
+    assert made.by_flux == fused and words in made.reason, made
     if not fused:
         assert made.mode < 0 and made.slot_bytes == made.exchange_bytes == 0
         return
@@ -196,7 +196,7 @@ def explained(rank: int, p: int) -> list[str]:
     flux.reduce_scatter(torch.ones(12 * p, 100, dtype=torch.bfloat16))
     assert [(w.signal_bytes, w.slot_bytes) for w in workspaces] == room
     made = flux.explain("reduce_scatter", 12 * p, 100, 0)
-    assert made.fused == (p > 1)
+    assert made.by_flux == (p > 1)
     assert str(made).startswith(f"reduce_scatter: x [{p}, 1200], bfloat16, {p} rank"), made
     return []
 

@@ -304,11 +304,11 @@ def test_plans_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 1 << 27, "more than an exchange holds"),
     ):
         made = int8_sum.planned(plan(), workspace, rows, n)
-        assert not made.fused and words in made.reason and "int8" in made.reason
+        assert not made.by_flux and words in made.reason and "int8" in made.reason
         assert made.slot_bytes == made.exchange_bytes == 0
     monkeypatch.setattr(workspace, "why_not", "no links", raising=False)
     assert "no links" in int8_sum.planned(plan(), workspace, 4, 128).reason
-    assert not int8_sum.planned(plan(), object(), 4, 128).fused  # type: ignore[arg-type]
+    assert not int8_sum.planned(plan(), object(), 4, 128).by_flux  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
@@ -318,7 +318,7 @@ def test_the_kernel_has_room(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = gpu_workspace(monkeypatch, p)
     for rows, n in ((1, 8), (3, 136), (4096, 8192), (65536, 7168), (7, 12345 * 8)):
         made, most = int8_sum.planned(plan(), workspace, rows, n), int8_sum.rows_at_once(n, p)
-        assert made.fused and made.exchange_bytes <= MAX_EXCHANGE_BYTES
+        assert made.by_flux and made.exchange_bytes <= MAX_EXCHANGE_BYTES
         area = core.int8_scatter_bytes(min(rows, most), n, p)
         assert area <= made.exchange_bytes < area + 4096
         # A byte for each element of whole groups, and four for their scales.

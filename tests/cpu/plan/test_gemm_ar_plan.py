@@ -109,7 +109,7 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
 )
 def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: int, words: str) -> None:
     made = plan(**change)
-    assert (made.fused, made.mode) == (fused, mode), made
+    assert (made.by_flux, made.mode) == (fused, mode), made
     assert words in made.reason, made
     if mode < 0:
         assert made.signal_bytes == made.slot_bytes == made.exchange_bytes == 0

@@ -34,9 +34,9 @@ def fact(m: int, n: int = 4096, k: int = 2048, **us: float) -> Fact:
 
 FACTS = Tuning(
     (
-        fact(16, fused=10.0, parts=20.0),
-        fact(64, fused=40.0, parts=20.0, torch=80.0),
-        fact(64, n=1024, fused=1.0, parts=9.0),
+        fact(16, kernel=10.0, parts=20.0),
+        fact(64, kernel=40.0, parts=20.0, torch=80.0),
+        fact(64, n=1024, kernel=1.0, parts=9.0),
     )
 )
 
@@ -44,10 +44,10 @@ FACTS = Tuning(
 @pytest.mark.parametrize(
     ("m", "n", "k", "us", "words"),
     [
-        (16, 4096, 2048, {"fused": 10.0, "parts": 20.0}, "measured in a.json"),
-        (32, 4096, 2048, {"fused": 20.0, "parts": 20.0}, "between m = 16 and 64 of a.json"),
+        (16, 4096, 2048, {"kernel": 10.0, "parts": 20.0}, "measured in a.json"),
+        (32, 4096, 2048, {"kernel": 20.0, "parts": 20.0}, "between m = 16 and 64 of a.json"),
         # Twice the weight, but for 3 us that any call takes.
-        (64, 8192, 2048, {"fused": 77.0, "parts": 37.0, "torch": 157.0}, "like 1 similar weight, measured"),
+        (64, 8192, 2048, {"kernel": 77.0, "parts": 37.0, "torch": 157.0}, "like 1 similar weight, measured"),
         (15, 4096, 2048, {}, ""),
         (65, 4096, 2048, {}, ""),
         (64, 16384, 2048, {}, ""),
@@ -73,9 +73,9 @@ def test_the_cost_model_bends_estimates_of_the_fused_way() -> None:
         return {each.way: round(each.us, 6) for each in found}
 
     # 10 us at 16 rows and 40 at 64 are both what the model says: so are 40 at 32. Of parts it knows nothing.
-    assert us(32, 4096) == {"fused": 40.0, "parts": 20.0}
-    assert us(16, 4096) == {"fused": 10.0, "parts": 20.0}
-    assert us(64, 8192) == {"fused": 80.0, "parts": 37.0, "torch": 157.0}
+    assert us(32, 4096) == {"kernel": 40.0, "parts": 20.0}
+    assert us(16, 4096) == {"kernel": 10.0, "parts": 20.0}
+    assert us(64, 8192) == {"kernel": 80.0, "parts": 37.0, "torch": 157.0}
     # A model without a time for a problem is none.
     none = FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048, lambda m, n, k: Modelled(0.0))
     assert none == FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048)
@@ -83,21 +83,21 @@ def test_the_cost_model_bends_estimates_of_the_fused_way() -> None:
 
 def test_other_rows_and_similar_weights_count_by_their_distance() -> None:
     # 16 and 64 rows are one doubling from 32, and so is the weight that was measured for 32: here 19 us.
-    known = Tuning((*FACTS.facts, fact(32, n=8192, fused=35.0)))
+    known = Tuning((*FACTS.facts, fact(32, n=8192, kernel=35.0)))
     found = {each.way: each for each in known.estimates("gemm_ar", 2, 2, 32, 4096, 2048)}
-    assert found["fused"].us == pytest.approx((20.0 * 19.0) ** 0.5) and found["parts"].us == pytest.approx(
+    assert found["kernel"].us == pytest.approx((20.0 * 19.0) ** 0.5) and found["parts"].us == pytest.approx(
         20.0
     )
-    assert found["fused"].source == "between m = 16 and 64 of a.json; 1 similar weight"
+    assert found["kernel"].source == "between m = 16 and 64 of a.json; 1 similar weight"
     # 30 rows are nearer to 32 than to 16 and 64 for both.
-    nearer = Tuning((*FACTS.facts, fact(30, fused=1.0), fact(32, n=8192, fused=35.0)))
-    (fused,) = (each for each in nearer.estimates("gemm_ar", 2, 2, 32, 4096, 2048) if each.way == "fused")
-    assert fused.us < found["fused"].us
+    nearer = Tuning((*FACTS.facts, fact(30, kernel=1.0), fact(32, n=8192, kernel=35.0)))
+    (fused,) = (each for each in nearer.estimates("gemm_ar", 2, 2, 32, 4096, 2048) if each.way == "kernel")
+    assert fused.us < found["kernel"].us
     # A measurement of the problem decides alone.
     (fused,) = known.estimates("gemm_ar", 2, 2, 32, 8192, 2048)
     assert (fused.us, fused.margin) == (pytest.approx(35.0), 0.02)
     # Errors of both kinds are independent.
-    between = Tuning((fact(16, n=8192, fused=10.0), fact(64, n=8192, fused=40.0)))
+    between = Tuning((fact(16, n=8192, kernel=10.0), fact(64, n=8192, kernel=40.0)))
     (fused,) = between.estimates("gemm_ar", 2, 2, 32, 4096, 2048)
     assert fused.margin == pytest.approx((0.04**2 + 0.05**2) ** 0.5)
 
@@ -119,28 +119,28 @@ def test_times_are_not_interpolated_between_carriers(m: int, times: dict[int, fl
         return Modelled(0.0, "SMs" if m <= 250 else "copy engines")
 
     facts = tuple(
-        Fact("all_gather", 4, 2, m, 0, 0, {"fused": us, "torch": 1.0 * m}) for m, us in times.items()
+        Fact("all_gather", 4, 2, m, 0, 0, {"kernel": us, "torch": 1.0 * m}) for m, us in times.items()
     )
     found = {each.way: each.us for each in Tuning(facts).estimates("all_gather", 4, 2, m, 0, 0, model)}
     low, high = max(each for each in times if each <= m), min(each for each in times if each >= m)
     assert found["torch"] == pytest.approx(m)
     if model(low, 0, 0) != model(high, 0, 0):
-        assert found["fused"] == pytest.approx(us)
+        assert found["kernel"] == pytest.approx(us)
     else:
-        assert times[low] < found["fused"] < times[high]
+        assert times[low] < found["kernel"] < times[high]
 
 
 def test_a_product_that_was_measured_alone_bends_its_sum() -> None:
     product = {16: 8.0, 32: 16.0, 64: 16.0}
-    alone = tuple(Fact("gemm", 1, 2, m, 4096, 2048, {"fused": us}) for m, us in product.items())
-    known = Tuning((fact(16, fused=10.0, parts=15.0), fact(64, fused=20.0, parts=20.0), *alone))
+    alone = tuple(Fact("gemm", 1, 2, m, 4096, 2048, {"kernel": us}) for m, us in product.items())
+    known = Tuning((fact(16, kernel=10.0, parts=15.0), fact(64, kernel=20.0, parts=20.0), *alone))
     for op, way in (("gemm_ar", "parts"), ("gemm_ar_norm", "parts")):
         facts_of_op = tuple(replace(each, op=op) if each.op == "gemm_ar" else each for each in known.facts)
         plan = planned(op, replace(gpu(), m=32, tuning=Tuning(facts_of_op)))
         told = {way: us for way, us, _ in plan.estimates}
-        assert plan.way == way and told["fused"] == pytest.approx(20.0), told
+        assert plan.way == way and told["kernel"] == pytest.approx(20.0), told
     without = planned("gemm_ar", replace(gpu(), m=32, tuning=Tuning(known.facts[:2])))
-    assert without.way == "fused" and {way: us for way, us, _ in without.estimates}["fused"] < 15.0
+    assert without.way == "kernel" and {way: us for way, us, _ in without.estimates}["kernel"] < 15.0
 
 
 def test_what_sends_a_gather_is_the_plans() -> None:
@@ -153,15 +153,15 @@ def test_what_sends_a_gather_is_the_plans() -> None:
 
 def test_a_way_must_gain_more_than_the_margin() -> None:
     def chosen(us: float, **change: Any) -> str:
-        known = Tuning((replace(fact(16, fused=100.0, parts=us), **change),))
-        found = choose(known.estimates("gemm_ar", 2, 2, 16, 4096, 2048), "fused", ("fused", "parts"))
-        return found[0].way if found else "fused"
+        known = Tuning((replace(fact(16, kernel=100.0, parts=us), **change),))
+        found = choose(known.estimates("gemm_ar", 2, 2, 16, 4096, 2048), "kernel", ("kernel", "parts"))
+        return found[0].way if found else "kernel"
 
-    assert [chosen(97.9), chosen(98.1)] == ["parts", "fused"]
-    assert [chosen(96.9, summed=("parts",)), chosen(97.1, summed=("parts",))] == ["parts", "fused"]
-    assert [chosen(89.0, noise=0.1), chosen(91.0, noise=0.1)] == ["parts", "fused"]
+    assert [chosen(97.9), chosen(98.1)] == ["parts", "kernel"]
+    assert [chosen(96.9, summed=("parts",)), chosen(97.1, summed=("parts",))] == ["parts", "kernel"]
+    assert [chosen(89.0, noise=0.1), chosen(91.0, noise=0.1)] == ["parts", "kernel"]
     estimates = FACTS.estimates("gemm_ar", 2, 2, 64, 4096, 2048)
-    assert choose(estimates, "fused", ("fused", "torch")) is None  # parts are not possible here
+    assert choose(estimates, "kernel", ("kernel", "torch")) is None  # parts are not possible here
     assert choose(estimates, "composed", ("composed", "parts")) is None  # nothing is known of the default
 
 
@@ -171,25 +171,25 @@ def gpu(**change: Any) -> PlanInput:
 
 def test_the_plan_takes_the_way_and_explains_it() -> None:
     plan = planned("gemm_ar", gpu())
-    assert (plan.way, plan.fused) == ("parts", True)
+    assert (plan.way, plan.by_flux) == ("parts", True)
     text = str(plan)
-    assert "runs       in parts: 20.0 us, fused 40.0 us (measured in a.json)" in text
+    assert "runs       in parts: 20.0 us, by kernel 40.0 us (measured in a.json)" in text
     assert "  torch      80.0 us, measured in a.json" in text
-    assert planned("gemm_ar", replace(gpu(), tuning=Tuning())).way == "fused"
+    assert planned("gemm_ar", replace(gpu(), tuning=Tuning())).way == "kernel"
     # Nothing changes a plan that cannot run fused, or that must be batch invariant.
     assert planned("gemm_ar", replace(gpu(), why_not="no way")).reason == "no way"
     with flux.batch_invariant():
-        assert planned("gemm_ar", gpu()).way == "fused"
+        assert planned("gemm_ar", gpu()).way == "kernel"
     # A plan is made of the problem alone: neither of time nor of a capture.
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
         assert planned("gemm_ar", gpu()) == plan
 
 
 def test_unfused_by_choice_is_unfused() -> None:
-    known = Tuning((fact(64, fused=40.0, torch=20.0),))
+    known = Tuning((fact(64, kernel=40.0, torch=20.0),))
     plan = planned("gemm_ar", replace(gpu(), tuning=known))
-    assert (plan.way, plan.fused, plan.transport) == ("torch", False, "torch.distributed.all_reduce")
-    assert plan.reason == "20.0 us, fused 40.0 us (measured in a.json)"
+    assert (plan.way, plan.by_flux, plan.transport) == ("torch", False, "torch.distributed.all_reduce")
+    assert plan.reason == "20.0 us, by kernel 40.0 us (measured in a.json)"
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,13 @@ def written(path: Path, *facts: Fact, here: Machine = HOST) -> Path:
 
 def test_files_are_read_as_written(tmp_path: Path) -> None:
     facts = (
-        replace(fact(1, fused=1.0, parts=2.0), summed=("parts",), older=True, noise=0.5),
+        replace(fact(1, kernel=1.0, parts=2.0), summed=("parts",), older=True, noise=0.5),
         fact(2, torch=3.0),
     )
-    assert files.read(written(tmp_path / "a", *facts, here=H200)) == (H200, facts)
+    path = written(tmp_path / "a", *facts, here=H200)
+    assert files.read(path) == (H200, facts)
+    path.write_text(path.read_text().replace('"kernel"', '"fused"'))  # as before 0.2
+    assert files.read(path) == (H200, facts)
     assert files.read(written(tmp_path / "b")) == (Machine("cpu"), ())
 
 
@@ -281,9 +284,9 @@ def with_files(rank: int, world_size: int, settings: list[str]) -> str:
 
 
 def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
-    one = str(written(tmp_path / "one.json", fact(1, fused=1.0)))
-    two = str(written(tmp_path / "two.json", fact(1, fused=2.0)))
-    other = str(written(tmp_path / "other.json", fact(1, fused=1.0), here=H200))
+    one = str(written(tmp_path / "one.json", fact(1, kernel=1.0)))
+    two = str(written(tmp_path / "two.json", fact(1, kernel=2.0)))
+    other = str(written(tmp_path / "other.json", fact(1, kernel=1.0), here=H200))
     for settings, words in (
         ([one, two], ["the same measurements on all ranks", f"rank 0 {one}", f"rank 1 {two}"]),
         ([one, "auto"], ["the same measurements", f"rank 0 {one}", "rank 1 no measurements"]),
@@ -316,7 +319,7 @@ def in_every_way(rank: int, world_size: int) -> list[str]:
     flux.all_reduce(torch.ones(1))
     workspace = registry.existing(dist.group.WORLD)[0]
     for op, ways in OPS.items():
-        for way in ("fused", *ways):
+        for way in ("kernel", *ways):
             workspace.tuning = Tuning(forced=way)
             workspace.plans.clear()
             if op == "gemm_rs":
@@ -361,7 +364,7 @@ def plan_twice(rank: int, world_size: int, file: str) -> list[str]:
 
 
 def test_plans_do_not_change(tmp_path: Path) -> None:
-    facts = [Fact("gemm_ar", 2, 4, m, 8, 4, {"fused": 9.0, "parts": 2.0}) for m in (16, 32)]
+    facts = [Fact("gemm_ar", 2, 4, m, 8, 4, {"kernel": 9.0, "parts": 2.0}) for m in (16, 32)]
     file = str(written(tmp_path / "a", *facts))
     assert spawn(plan_twice, 2, file, backend="gloo") == [["parts", "parts"]] * 2
     told = [json.loads(line) for line in Path(f"{file}.shapes").read_text().splitlines()]
@@ -381,18 +384,18 @@ def test_plans_do_not_change(tmp_path: Path) -> None:
 def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
     """Sums of 16 MiB with a norm took 131 us composed, where the norm is one more pass, and 111 in parts."""
     sizes = (2, 2, 2048, 4096, 2048)
-    alone = Fact("gemm_ar", *sizes, {"fused": 108.0, "composed": 100.0, "parts": 107.0, "torch": 150.0})
-    normed = Fact("gemm_ar_norm", *sizes, {"fused": 120.0, "composed": 131.0, "parts": 111.0, "torch": 152.0})
+    alone = Fact("gemm_ar", *sizes, {"kernel": 108.0, "composed": 100.0, "parts": 107.0, "torch": 150.0})
+    normed = Fact("gemm_ar_norm", *sizes, {"kernel": 120.0, "composed": 131.0, "parts": 111.0, "torch": 152.0})
 
     def way(op: str, *facts: Fact) -> str:
         problem = PlanInput("cuda", 2048, 4096, 2048, torch.bfloat16, world_size=2, num_sms=132)
         return planned(op, replace(problem, tuning=Tuning(facts))).way
 
     assert [way(op, alone, normed) for op in ("gemm_ar", "gemm_ar_norm")] == ["composed", "parts"]
-    assert way("gemm_ar_norm", alone) == "fused", "a norm behind what is composed was not measured"
-    other = replace(alone, us={"fused": 105.0, "parts": 90.0})
+    assert way("gemm_ar_norm", alone) == "kernel", "a norm behind what is composed was not measured"
+    other = replace(alone, us={"kernel": 105.0, "parts": 90.0})
     assert way("gemm_ar_norm", other) == "parts", "not measured with a norm: as without"
-    assert way("gemm_ar", normed) == "fused", "a norm says nothing of the sum alone"
+    assert way("gemm_ar", normed) == "kernel", "a norm says nothing of the sum alone"
 
 
 def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
@@ -418,11 +421,11 @@ def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
 
 def test_calls_with_a_norm_look_for_their_own_facts(tmp_path: Path) -> None:
     facts = [
-        Fact("gemm_ar", 2, 4, 16, 8, 4, {"fused": 2.0, "parts": 9.0}),
-        Fact("gemm_ar_norm", 2, 4, 16, 8, 4, {"fused": 9.0, "parts": 2.0}),
+        Fact("gemm_ar", 2, 4, 16, 8, 4, {"kernel": 2.0, "parts": 9.0}),
+        Fact("gemm_ar_norm", 2, 4, 16, 8, 4, {"kernel": 9.0, "parts": 2.0}),
     ]
     file = str(written(tmp_path / "a", *facts))
-    assert spawn(calls_with_facts, 2, file, backend="gloo") == [["fused", "parts"] * 2] * 2
+    assert spawn(calls_with_facts, 2, file, backend="gloo") == [["kernel", "parts"] * 2] * 2
     told = [json.loads(line)["op"] for line in Path(f"{file}.shapes").read_text().splitlines()]
     assert [op for op in told if op.startswith("gemm")] == ["gemm_ar", "gemm_ar_norm"]
 

@@ -26,7 +26,7 @@ def asked(rank: int, p: int) -> int:
             for m, n, k in sizes:
                 explained = flux.explain(op, m, n, k)
                 reason = asking.why_unfused(op, m, n, k, torch.bfloat16, CPU, name)
-                assert reason == (None if explained.fused else explained.reason), op
+                assert reason == (None if explained.by_flux else explained.reason), op
                 assert (reason is None) == (n > 0)
         flux.all_reduce(torch.ones(8))  # from now on there is a workspace
     # Neither with a workspace nor without is anything decided twice.

@@ -78,7 +78,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "op"), [*(("fused", op) for op in ALL_CALLS), *IN_PARTS], ids=lambda each: str(each)
+    ("way", "op"), [*(("kernel", op) for op in ALL_CALLS), *IN_PARTS], ids=lambda each: str(each)
 )
 def test_what_a_known_call_costs_the_host(
     way: str, op: str, machine: Machine, workspace: CudaWorkspace, gemms: Any, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +94,7 @@ def test_what_a_known_call_costs_the_host(
         new = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda *a, new=new, **how: made.append(1) or new(*a, **how))
     call(**given)
-    most_calls, most_c_calls, tensors = HOST_COST[op] if way == "fused" else IN_PARTS[way, op]
+    most_calls, most_c_calls, tensors = HOST_COST[op] if way == "kernel" else IN_PARTS[way, op]
     assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
 
 
@@ -131,7 +131,7 @@ def test_what_this_rank_s_part_of_experts_costs_the_host(
 
 
 @pytest.mark.parametrize(
-    ("way", "op"), [("fused", "gemm_ar norm"), ("composed", "gemm_ar norm"), ("fused", "moe.route")]
+    ("way", "op"), [("kernel", "gemm_ar norm"), ("composed", "gemm_ar norm"), ("kernel", "moe.route")]
 )
 def test_known_calls_leak_nothing(
     way: str, op: str, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch

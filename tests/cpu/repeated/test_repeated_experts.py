@@ -71,14 +71,14 @@ def test_who_carries_rows_that_are_awaited(
 ) -> None:
     rows = torch.empty(shard // 8192, 4096, dtype=torch.bfloat16, device="meta")
     plan = gather_plan(workspace, rows, at_once=at_once)
-    assert plan.fused and plan.copied == (copied_at_once if at_once else copied)
+    assert plan.by_flux and plan.copied == (copied_at_once if at_once else copied)
     assert plan.copied or plan.chunk_rows == 0
 
 
 def test_a_forced_way_holds_for_rows_that_are_awaited(on_gpu: None, workspace: CudaWorkspace) -> None:
     workspace.tuning = Tuning(forced="torch")
     rows = torch.empty(AWAITED_BY_SMS_BYTES // 8192, 4096, dtype=torch.bfloat16, device="meta")
-    assert not gather_plan(workspace, rows, at_once=True).fused
+    assert not gather_plan(workspace, rows, at_once=True).by_flux
 
 
 @pytest.fixture

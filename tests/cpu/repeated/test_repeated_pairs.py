@@ -98,7 +98,7 @@ def test_other_numbers_of_tokens_are_other_calls(machine: Machine, on_gpu: CudaW
     assert len(machine.dispatched) == 6 and len(machine.repeated) == 6
 
 
-@pytest.mark.parametrize("way", ["parts", "fused"])
+@pytest.mark.parametrize("way", ["parts", "kernel"])
 def test_parts_of_a_pair_may_have_parts(
     way: str, machine: Machine, on_gpu: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace
     shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
     ids, weights = tensor(8, 2, dtype=ids_dtype), tensor(8, 2, dtype=torch.float32)
     plan = route_kernel.plan(layout, ids.device, workspace)
-    assert plan.fused
+    assert plan.by_flux
     made = route_kernel.run(workspace, plan, layout, ids, weights, shapes)
     found = moe.route(ids, weights, 4)
     assert [(t.shape, t.dtype) for t in found[:11]] == [(t.shape, t.dtype) for t in made]
@@ -48,7 +48,7 @@ def test_routing_leaves_sms_to_kernels_that_wait_for_peers(ranks: int, top_k: in
     for more, fused in ((0, True), (1, False)):
         layout = core.MoeLayout(ranks, 0, 1, 8, top_k, tokens + more)
         plan = route_kernel._make_plan(layout, None, 132, "stores")
-        assert plan.fused == fused == (layout.route_ctas <= 132 - 32)
+        assert plan.by_flux == fused == (layout.route_ctas <= 132 - 32)
         assert fused or f"{tokens + 1} tokens on each rank, more than the GPU can count" in plan.reason
 
 

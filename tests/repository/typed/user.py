@@ -193,7 +193,7 @@ def plan_ahead(group: str, p: int) -> list[str]:
         lost: int = error.peer
         return [str(lost)]
     flux.release(group)
-    return [flux.__version__, str(plan.fused), plan.reason, plan.config_name]
+    return [flux.__version__, str(plan.by_flux), plan.reason, plan.config_name]
 
 
 def install_adapters() -> None:

@@ -292,7 +292,7 @@ def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
 def plan_dict(plan: MoePlan) -> dict[str, Any]:
     """A plan, as a result file says it."""
     return {
-        "fused": plan.fused,
+        "fused": plan.by_flux,
         "config": f"{len(plan.chunks)} chunks of columns",
         "reason": plan.reason,
         "candidates": [],
@@ -301,7 +301,7 @@ def plan_dict(plan: MoePlan) -> dict[str, Any]:
 
 def why_unfused(plan: MoePlan) -> list[str]:
     """The note of a row that flux runs unfused."""
-    return [] if plan.fused else [f"flux runs unfused: {plan.reason}"]
+    return [] if plan.by_flux else [f"flux runs unfused: {plan.reason}"]
 
 
 def _spread(problem: MoeProblem, ids: Tensor) -> str:

@@ -24,7 +24,7 @@ def kernel_plan(
     scaling = Scaling("block" if scales == "block" else "row", context.dtype, False) if scales else None
     dtype = getattr(torch, FP8) if scales else context.dtype
     plan = workspace_plan(workspace, op, m, n, k, dtype, False, scaling)
-    if plan.way != "fused" or not isinstance(workspace, CudaWorkspace):
+    if plan.way != "kernel" or not isinstance(workspace, CudaWorkspace):
         raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
     return workspace, plan
 
@@ -69,13 +69,13 @@ def plan_dict(plan: Any) -> dict[str, Any]:
     """A flux.Plan as JSON: what was chosen, why, and what the model gave to the others."""
     # Candidates are sorted, and the plan is the model's best.
     chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.candidates else ""
-    if plan.fused and plan.op in ("gemm_ar", "all_reduce"):
+    if plan.by_flux and plan.op in ("gemm_ar", "all_reduce"):
         way = {0: "one-shot", 1: "two-shot"}.get(plan.mode, "gemm_rs + all_gather")
         chosen = f"{plan.config_name} {way}".strip()
     if plan.levels is not None:
         chosen = plan.levels.reason
     return {
-        "fused": bool(plan.fused),
+        "fused": bool(plan.by_flux),
         "way": plan.way,
         "transport": str(plan.transport),
         "config": chosen,

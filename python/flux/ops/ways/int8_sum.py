@@ -56,7 +56,7 @@ def planned(plan: _AnyPlan, workspace: Workspace, rows: int, n: int) -> _AnyPlan
         area = _native.core.int8_scatter_bytes(min(rows, most), n, workspace.world_size)
         facts["exchange_bytes"] = round_up(area)
     reason = "contributions travel as int8"
-    return replace(plan, fused=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts)
+    return replace(plan, by_flux=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts)
 
 
 def _why_not(workspace: Workspace, rows: int, n: int) -> str | None:
@@ -105,7 +105,7 @@ def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> Non
     """Writes the sum over ranks of their parts [p, rows, n] for this one to `out` [rows, n], contiguous. The
     plan is that of `planned`.
     """
-    if not plan.fused:
+    if not plan.by_flux:
         out.copy_(sum_of(parts, workspace.group))
         return
     assert isinstance(workspace, CudaWorkspace)

@@ -54,7 +54,7 @@ def sum_elements(
     added = [] if residual is None else [_padded(residual, room).view(p, 1, -1)[rank]]
     if composed:
         scattered = workspace_plan(workspace, "reduce_scatter", p, room // p, 0, x.dtype, False)
-        if scattered.fused:
+        if scattered.by_flux:
             scatter.two_level_sum(workspace, scattered, dealt, share, added)
         else:
             scatter.unfused(dealt, group, share)
@@ -110,7 +110,7 @@ def gemm_and_sum(
         if composed:
             facts = (plan.n, plan.k, x.dtype, transposed, plan.scaling)
             scattered = workspace_plan(workspace, "gemm_rs", dealt, *facts)
-            if scattered.fused:
+            if scattered.by_flux:
                 gemm_rs.on_nodes(workspace, scattered, part, own)
             else:
                 gemm_rs.by_torch(workspace, scattered, part)
