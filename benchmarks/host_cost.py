@@ -71,7 +71,7 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
     routing = flux.moe.route(ids, weights, experts)
     hidden, up, down = tensor(tokens, 1024), tensor(experts, 512, 1024), tensor(experts, 1024, 256)
     activated = flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu")
-    row, block = scaled(x, weight, "token"), scaled(x, weight, "group128")
+    row, block = scaled(x, weight, "row"), scaled(x, weight, "group128")
     of_layer_0, of_layer_1 = scaled(hidden, up, "group128"), scaled(activated, down, "group128")
     one = torch.empty(1, dtype=torch.float32, device="cuda:0")
     scaled_by_one = {**row, "scale_x": one, "scale_w": one}
@@ -108,7 +108,7 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
         "gemm, fp8 of blocks": lambda: flux.gemm(**block),
         "quantize, tensor": lambda: flux.quantize(x, "tensor"),
         "quantize, static": lambda: flux.quantize(x, "tensor", scale=one),
-        "quantize, token": lambda: flux.quantize(x, "token"),
+        "quantize, row": lambda: flux.quantize(x, "row"),
         "quantize, group128": lambda: flux.quantize(x),
         "gemm_rs, fp8": lambda: flux.gemm_rs(**block),
         "ag_gemm, fp8": lambda: flux.ag_gemm(**block),
@@ -240,7 +240,7 @@ def scaled(x: Any, weight: Any, quant: str) -> dict[str, Any]:
         return torch.empty(*shape, dtype=torch.float32, device=x.device)
 
     *experts, n, k = weight.shape
-    if quant == "token":
+    if quant == "row":
         scales = {"scale_x": empty(len(x), 1), "scale_w": empty(*experts, n, 1)}
     else:
         of_x = empty(k // 128, len(x)).t()

@@ -375,8 +375,8 @@ def captured(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     import flux
 
     # As converted models do if their config asks for CUDA graphs.
-    flux.expect_graphs(parallel_state.get_tensor_model_parallel_group())
-    flux.expect_graphs(parallel_state.get_expert_tensor_and_model_parallel_group())
+    flux.expect_graphs(group=parallel_state.get_tensor_model_parallel_group())
+    flux.expect_graphs(group=parallel_state.get_expert_tensor_and_model_parallel_group())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

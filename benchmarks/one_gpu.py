@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 # How x and weights are quantised, by the kind of scales.
-QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
+QUANTS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("group128", "block128")}
 CALLS = 8  # in a graph
 REPLAYS = 25
 WHAT = "microseconds of a call whose ranks share one GPU, benchmarks/one_gpu.py"

@@ -18,7 +18,7 @@ _said: set[str] = set()
 
 
 def warn(old: str, new: str) -> None:
-    """Says, where flux was called, that a name will go. Not while torch.compile traces: a graph would break."""
+    """Says, where flux was called, that a name will go. Not while torch.compile traces."""
     if torch.compiler.is_compiling() or old in _said:
         return
     _said.add(old)
@@ -55,7 +55,7 @@ def arguments(*positional: str, **renamed: str) -> Callable[[Callable[P, R]], Ca
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        op = function.__qualname__.removesuffix(".__init__")  # type: ignore[attr-defined]
+        op = function.__qualname__.removesuffix(".__init__")
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -9,7 +9,7 @@ class CommTimeoutError(RuntimeError):
     """A peer's data did not arrive before the deadline (``FLUX_TIMEOUT_S``).
 
     The workspace of the group is unusable from then on: every later call on it raises this error again until
-    ``flux.release(group)``.
+    ``flux.release(group=group)``.
 
     Attributes:
         op: name of the operation that waited.
@@ -61,7 +61,7 @@ class CommTimeoutError(RuntimeError):
             + (f"{detail} " if detail else "")
             + f"Rank {peer} has died, hangs, is slower than the deadline, or never made this call. "
             "Look for its own error first; FLUX_TIMEOUT_S sets the deadline in seconds; "
-            "flux.release(group) makes the group usable again once all its ranks are alive."
+            "flux.release(group=group) makes the group usable again once all its ranks are alive."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

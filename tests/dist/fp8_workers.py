@@ -125,7 +125,7 @@ def graphs(rank: int, world_size: int) -> list[str]:
         scattered = flux.gemm_rs(**static)
         summed = flux.gemm_ar(**static)
         gathered = flux.ag_gemm(**rows)
-        q, q_scale, _, norm = flux.gemm_ar(**static, norm_weight=norm_weight, quant="token", return_norm=True)
+        q, q_scale, _, norm = flux.gemm_ar(**static, norm_weight=norm_weight, quant="row", return_norm=True)
     plain = torch.full((64, 256), float(rank + 1), device="cuda", dtype=torch.bfloat16)
     for number in range(30):
         case = cases[number % 3]
@@ -138,7 +138,7 @@ def graphs(rank: int, world_size: int) -> list[str]:
         told += differs(f"replay {number}", summed, total)
         expected = replace(case, sums=True).gathered(rank).cuda()
         told += differs(f"replay {number} of rows", gathered, expected)
-        of_norm, scale = flux.quantize(norm.cpu(), "token")
+        of_norm, scale = flux.quantize(norm.cpu(), "row")
         told += differs(f"replay {number}, scales", q_scale.cpu(), scale)
         told += differs(f"replay {number}, fp8", q.cpu().view(torch.uint8), of_norm.view(torch.uint8))
         told += differs(f"eager {number}", flux.all_gather(plain)[:64], torch.full_like(plain, 1.0))

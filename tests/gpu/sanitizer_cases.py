@@ -166,7 +166,7 @@ def expert_gradients() -> None:
 
 def scaled() -> None:
     """fp8 operands: quantisation, tiles of both kinds of GEMM, and rows of experts."""
-    for quant, ue8m0 in (("tensor", False), ("token", False), ("group128", True), ("block128", False)):
+    for quant, ue8m0 in (("tensor", False), ("row", False), ("group128", True), ("block128", False)):
         x = torch.randn(130, 264, generator=torch.Generator().manual_seed(1)).bfloat16()
         expected, scales = flux.quantize(x, quant, ue8m0=ue8m0)
         q, found = flux.quantize(x.cuda(), quant, ue8m0=ue8m0)
@@ -217,7 +217,7 @@ def scaled_ranks() -> None:
     for m in (5, 130):
         case = ScaledCase(m, 264, 384, 2, "block", sums=True)
         xs, weights, scales, _ = operands(case, "promoted")
-        end = End(torch.ones(264, dtype=torch.bfloat16, device="cuda"), 1e-6, "token", None, False)
+        end = End(torch.ones(264, dtype=torch.bfloat16, device="cuda"), 1e-6, "row", None, False)
         for mode in (0, 1):
             sums = ranks.gemm_ar(xs, weights, mode=mode, scales=scales, end=end)[2:4]
             ranks.check()

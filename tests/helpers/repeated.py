@@ -270,7 +270,7 @@ def arguments(op: str, transpose: bool = False) -> dict[str, Any]:
     if op == "gemm_ar quant":
         made |= {"norm_weight": tensor(16), "quant": "tensor"}
     if op.startswith("all_reduce quant"):
-        made |= {"norm_weight": tensor(64), "quant": "token", "ue8m0": True}
+        made |= {"norm_weight": tensor(64), "quant": "row", "ue8m0": True}
     if op == "all_reduce quant static":
         made |= {"quant": "tensor", "quant_scale": scale(1), "ue8m0": False}
     if op == "all_reduce norm":

@@ -91,11 +91,11 @@ def _goes_on(rank: int, group: Any, own: Any, kind: str, first: flux.CommTimeout
         if str(error) != str(first):
             return f"another error: {error}"
     try:
-        flux.check(group)
+        flux.check(group=group)
         return "check after the failure did not raise"
     except flux.CommTimeoutError:
         pass
-    flux.release(group)
+    flux.release(group=group)
     if kind == "late node":
         dist.barrier()
         case = GemmRsCase(20 * group.size(), 16, 8, group.size(), seed=1)

@@ -69,12 +69,12 @@ def layer(method: str, of_rows: tuple[int, int], of_weight: tuple[int, int], sta
 TAKEN = [
     ("Fp8LinearMethod", TENSOR, TENSOR, True, "tensor", "row"),
     ("Fp8LinearMethod", TENSOR, TENSOR, False, "tensor", "row"),
-    ("Fp8LinearMethod", TOKEN, TENSOR, False, "token", "row"),
+    ("Fp8LinearMethod", TOKEN, TENSOR, False, "row", "row"),
     ("Fp8LinearMethod", GROUP, BLOCK, False, "group128", "block"),
     ("CompressedTensorsW8A8Fp8", TENSOR, TENSOR, True, "tensor", "row"),
     ("CompressedTensorsW8A8Fp8", TENSOR, COLUMN, True, "tensor", "row"),
-    ("CompressedTensorsW8A8Fp8", TOKEN, TENSOR, False, "token", "row"),
-    ("CompressedTensorsW8A8Fp8", TOKEN, COLUMN, False, "token", "row"),
+    ("CompressedTensorsW8A8Fp8", TOKEN, TENSOR, False, "row", "row"),
+    ("CompressedTensorsW8A8Fp8", TOKEN, COLUMN, False, "row", "row"),
     ("CompressedTensorsW8A8Fp8", GROUP, BLOCK, False, "group128", "block"),
 ]
 
@@ -145,7 +145,7 @@ def test_other_weights_are_not_taken() -> None:
 @pytest.mark.parametrize(
     ("of_rows", "quant", "static"),
     [
-        (TOKEN, "token", False),
+        (TOKEN, "row", False),
         (TENSOR, "tensor", True),
         (TENSOR, "tensor", False),
         (GROUP, "group128", False),

@@ -143,7 +143,7 @@ _EXTRA = {
     "gemm_rs": {"wire": "Optional[str]"},
     "gemm_ar": {"eps": "Optional[float]", **_QUANTISED},
     "all_reduce": {"eps": "Optional[float]", **_QUANTISED},
-    "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},
+    "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype"},
     "quantize": {"dtype": "dtype"},
     "explain": {
         "m": "int",
@@ -151,6 +151,7 @@ _EXTRA = {
         "k": "int",
         "dtype": "dtype",
         "transpose_weight": "bool",
+        "norm": "bool",
         "scales": "Optional[str]",
         "accumulate": "str",
     },

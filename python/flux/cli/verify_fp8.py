@@ -19,7 +19,7 @@ from flux.testing.emulate import EmulatedRanks
 
 Tensors = list[torch.Tensor]
 _KINDS = ("tensor", "row", "block")
-_ENDS: list[dict[str, Any]] = [{"quant": "tensor"}, {"quant": "token"}, {"quant": "group128", "ue8m0": True}]
+_ENDS: list[dict[str, Any]] = [{"quant": "tensor"}, {"quant": "row"}, {"quant": "group128", "ue8m0": True}]
 
 
 class Fp8Case(NamedTuple):

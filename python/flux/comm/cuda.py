@@ -64,8 +64,8 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: group {name_of(group)!r} has no workspace large enough for this call, and a CUDA graph "
-            "cannot capture its allocation. On all ranks, call flux.expect_graphs(group) before the steps "
-            "that precede the capture, or before the capture flux.reserve(group, max_m=, max_n=, max_k=, "
+            "cannot capture its allocation. On all ranks, call flux.expect_graphs(group=) before the steps "
+            "that precede the capture, or before the capture flux.reserve(group=, max_m=, max_n=, max_k=, "
             "dtype=)."
         )
 
@@ -296,7 +296,7 @@ class CudaWorkspace(Workspace):
                 f"flux.{op}: two launches used the workspace of group {name_of(self.group)!r} at the same "
                 "time, and may have corrupted each other's results. Order the branches of a CUDA graph, and "
                 "graphs that are replayed on several streams, or use a group for each. "
-                "flux.release(group) makes the group usable again."
+                "flux.release(group=group) makes the group usable again."
             )
             raise self.failure
         given_up = kind == _PEER_GAVE_UP

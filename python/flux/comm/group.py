@@ -39,8 +39,8 @@ def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
 
     Raises:
         ValueError: torch.distributed is not initialised, the group has been destroyed, the name is unknown,
-            the mesh has more than one dimension, this process is not a member, or the argument is something
-            else.
+            the mesh has more than one dimension, or this process is not a member.
+        TypeError: the argument is something else.
     """
     if isinstance(group, ProcessGroup):
         if group not in _c10d._world.pg_map:
@@ -70,7 +70,7 @@ def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
         raise ValueError(
             f"{op}: group: expected a group that this process is a member of, got NON_GROUP_MEMBER"
         )
-    raise ValueError(
+    raise TypeError(
         f"{op}: group: expected a ProcessGroup, DeviceMesh, group name or None, got {type(group).__name__}"
     )
 

@@ -67,7 +67,7 @@ class Call(Protocol):
     @property
     def scaling(self) -> object: ...
     @property
-    def fused(self) -> bool: ...
+    def by_flux(self) -> bool: ...
     @property
     def signal_bytes(self) -> int: ...
     @property
@@ -397,7 +397,7 @@ def broken_off(group: ProcessGroup, by: str) -> RuntimeError:
     """The error of all calls after an exception ended a call that was already visible to peers."""
     return RuntimeError(
         f"flux: an earlier call on group {name_of(group)!r} was broken off by {by}, and peers may have "
-        "seen half of it; call flux.release(group) on all ranks"
+        "seen half of it; call flux.release(group=group) on all ranks"
     )
 
 

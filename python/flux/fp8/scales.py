@@ -17,6 +17,8 @@ from flux.errors import fail
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 _DEFAULT_OUT = torch.bfloat16
+# Old words for kinds of scales: of tensors, and of operands.
+OLD_WORDS = {"token": "row", "current": "tensor"}
 BLOCK = 128  # of K, and of the columns of a weight
 NAMES = ("scale_x", "scale_w", "out_dtype", "accumulate")  # of arguments, in the order of Scales
 _SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)

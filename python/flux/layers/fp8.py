@@ -11,9 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flux import _deprecated
 from flux.calls import argument_types, checks
 from flux.comm.group import process_group
 from flux.fp8 import scales as fp8_
+from flux.fp8.scales import OLD_WORDS
 from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
@@ -25,7 +27,7 @@ from flux.ops.quantize import quantize
 
 Tensor = torch.Tensor
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_SCALINGS = ("current", "block")
+_SCALES = ("tensor", "block")
 # Rows that the kernels read are multiples of 16 bytes, of fp8 and of float32.
 _WHOLE, _WORDS = 16, 4
 
@@ -35,16 +37,16 @@ class Fp8:
     """How a layer multiplies in fp8.
 
     Attributes:
-        scaling: "current": one scale for each tensor, made from the values that it has now; ranks that gather
-            rows agree on it. "block": one for each 1 by 128 elements of activations and gradients, and for
-            each 128 by 128 of weights (arXiv 2412.19437, section 3.3).
-        grad_dtype: of gradients: float8_e5m2 or float8_e4m3fn. None: e5m2 for "current", whose scales cover a
+        scales: "tensor": one for each tensor, made from the values that it has now; ranks that gather rows
+            agree on it. "block": one for each 1 by 128 elements of activations and gradients ("group128" of
+            flux.quantize), and for each 128 by 128 of weights (arXiv 2412.19437, section 3.3).
+        grad_dtype: of gradients: float8_e5m2 or float8_e4m3fn. None: e5m2 for "tensor", whose scales cover a
             wide range of values, e4m3 for "block".
         ue8m0: round scales up to powers of two. None: for "block". Then quantised rows that are quantised
             once more along the other axis, for the gradient of a weight, lose nothing but underflow.
         weight_grads: compute gradients of weights in fp8 too. Else from 16 or 32 bits, which are kept or
             gathered for that.
-        accumulate: of the forward pass, as in flux.gemm; "fast" only for "current". Gradients are promoted.
+        accumulate: of the forward pass, as in flux.gemm; "fast" only for "tensor". Gradients are promoted.
 
     Raises:
         ValueError, TypeError: a value is none of these.
@@ -57,15 +59,16 @@ class Fp8:
         assert layer(torch.randn(8, 256)).shape == (8 * p, 128)
     """
 
-    scaling: Literal["current", "block"] = "current"
+    scales: Literal["tensor", "block"] = "tensor"
     grad_dtype: torch.dtype | None = None
     ue8m0: bool | None = None
     weight_grads: bool = True
     accumulate: Literal["promoted", "fast"] = "promoted"
 
     def __post_init__(self) -> None:
-        if self.scaling not in _SCALINGS:
-            checks.fail("Fp8", "scaling", "'current' or 'block'", repr(self.scaling))
+        object.__setattr__(self, "scales", _deprecated.word("Fp8", "scales", self.scales, OLD_WORDS))
+        if self.scales not in _SCALES:
+            checks.fail("Fp8", "scales", "'tensor' or 'block'", repr(self.scales))
         if self.grad_dtype not in (None, _E4M3, _E5M2):
             checks.fail("Fp8", "grad_dtype", "float8_e5m2, float8_e4m3fn or None", self.grad_dtype)
         if self.ue8m0 is not None:
@@ -75,9 +78,11 @@ class Fp8:
         if self.by_block and self.accumulate == "fast":
             checks.fail("Fp8", "accumulate", "'promoted' for block scales", "'fast'")
 
+    scaling = _deprecated.attribute("scaling", "scales")
+
     @property
     def by_block(self) -> bool:
-        return self.scaling == "block"
+        return self.scales == "block"
 
     @property
     def powers_of_two(self) -> bool:
@@ -96,7 +101,7 @@ class Fp8:
         return Quantised(quantize(x, "tensor", scale=scale, dtype=dtype)[0], scale)
 
     def weights(self, weights: Sequence[Tensor]) -> list[Quantised]:
-        """Weights [N, K] of one call; with "current" they share a scale."""
+        """Weights [N, K] of one call; with "tensor" they share a scale."""
         if self.by_block:
             return [Quantised(*quantize(w, "block128", ue8m0=self.powers_of_two)) for w in weights]
         scale = self._scale(weights, _E4M3)
@@ -115,6 +120,9 @@ class Fp8:
         if among is not None and process_group(among).size() > 1:
             amax = all_gather(amax.expand(1, _WORDS), group=among).amax().view(1)
         return quantising.scales_of(amax, torch.finfo(dtype).max, self.powers_of_two)
+
+
+Fp8.__init__ = _deprecated.arguments(scaling="scales")(Fp8.__init__)  # type: ignore[method-assign]
 
 
 class Quantised(NamedTuple):

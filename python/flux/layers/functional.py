@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 
+from flux import _deprecated
 from flux._sharded import local_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, group_name, world_size
@@ -37,10 +38,11 @@ Tensor = torch.Tensor
 SaveGathered = bool | Literal["auto"]
 
 
+@overload
 def column_linear(
     x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     group: GroupLike = None,
     sequence_parallel: bool = True,
@@ -48,15 +50,45 @@ def column_linear(
     gradient_accumulation_fusion: bool = False,
     deferred: DeferredGrads | None = None,
     fp8: Fp8 | None = None,
-) -> list[Tensor]:
-    """x · weightᵀ + bias for each weight; each rank has N/p output features. A collective.
+) -> Tensor: ...
+
+
+@overload
+def column_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike = None,
+    sequence_parallel: bool = True,
+    save_gathered: SaveGathered = False,
+    gradient_accumulation_fusion: bool = False,
+    deferred: DeferredGrads | None = None,
+    fp8: Fp8 | None = None,
+) -> list[Tensor]: ...
+
+
+@_deprecated.arguments(weights="weight", biases="bias")
+def column_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike = None,
+    sequence_parallel: bool = True,
+    save_gathered: SaveGathered = False,
+    gradient_accumulation_fusion: bool = False,
+    deferred: DeferredGrads | None = None,
+    fp8: Fp8 | None = None,
+) -> Tensor | list[Tensor]:
+    """x · weightᵀ + bias, for one weight or each of several; each rank has N/p output features. A collective.
 
     Args:
         x: [M/p, ..., K] with `sequence_parallel`, the rank's rows; else [M, ..., K], the same on all ranks.
             bfloat16, float16, float32 or float64.
-        weights: of [N/p, K] each, dtype and device of x, or DTensors with such parts; for all of them x is
-            gathered once.
-        biases: None, or one for each weight, which may be None: [N/p].
+        weight: [N/p, K], dtype and device of x, or a DTensor with such a part; or a list of such, for all of
+            which x is gathered once.
+        bias: [N/p] or None; with a list of weights None, or a list with one for each, which may be None.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
         save_gathered: keep the gathered x for the backward pass, p times the memory of x. False: gather it
@@ -67,11 +99,11 @@ def column_linear(
         fp8: quantise operands and gradients, and multiply in fp8. x is not float64 then.
 
     Returns:
-        [M, ..., N/p] for each weight, in x's dtype.
+        [M, ..., N/p] in x's dtype; with a list of weights a list, one for each.
 
     Raises:
-        TypeError: `weights` or `biases` is no sequence of tensors, or another argument of another type.
-        ValueError: there is no weight, `biases` has another length than `weights`, a weight whose gradient is
+        TypeError: an argument is of another type.
+        ValueError: there is no weight, `bias` has another length than `weight`, a weight whose gradient is
             deferred is no leaf, or shapes, dtypes or devices do not fit. Both are raised before anything is
             exchanged.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
@@ -84,31 +116,34 @@ def column_linear(
         a, b = column_linear(x, [gate, up])
         assert a.shape == b.shape == (8 * p, 32)
     """
-    op, given = "column_linear", weights
-    if isinstance(weights, (list, tuple)) and (biases is None or isinstance(biases, (list, tuple))):
-        parts = local_parts([*weights, *(biases or ())])
-        weights, biases = parts[: len(weights)], None if biases is None else parts[len(weights) :]
+    op, many = "column_linear", isinstance(weight, (list, tuple))
+    if many and bias is not None and not isinstance(bias, (list, tuple)):
+        argument_types.wrong_type(op, "bias", "a list, as weight is one,", bias)
+    given: Any = weight if many else (weight,)
+    of_weights: Any = () if bias is None else bias if many else (bias,)
+    parts = local_parts([*given, *of_weights])
+    weights, biases = parts[: len(given)], parts[len(given) :]
     argument_types.tensor(op, "x", x)
-    argument_types.sequence(op, "weights", weights, argument_types.tensor)
-    if biases is not None:
-        argument_types.sequence(op, "biases", biases, argument_types.optional_tensor)
-        if len(biases) != len(weights):
-            checks.fail(op, "biases", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
+    argument_types.check_lists(op, many, {"weight": weights, "bias": biases})
+    if bias is not None and len(biases) != len(weights):
+        checks.fail(op, "bias", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
     argument_types.flag_or_auto(op, "save_gathered", save_gathered)
     argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     _check_deferred(op, deferred, given)
     name = group_name(group, op)
-    many = biases if biases is not None and any(bias is not None for bias in biases) else ()
+    used = biases if any(each is not None for each in biases) else ()
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
-        checks.ag_gemm_args(op, x, weights, biases or (), False, 1)
+        checks.ag_gemm_args(op, x, weights, biases, False, 1)
     check_fp8(op, fp8, x)
     how = _how(gradient_accumulation_fusion, deferred, weights, given)
-    operands = (len(weights), *weights, *many)
+    operands = (len(weights), *weights, *used)
     if fp8 is not None:  # rows of fp8 are never gathered beside a GEMM
         settings = (name, sequence_parallel, bool(save_gathered), how, fp8)
-        return list(_scaled.column(x, *settings, *operands))
-    return list(_apply_column(x, name, sequence_parallel, save_gathered, how, *operands))
+        results = _scaled.column(x, *settings, *operands)
+    else:
+        results = _apply_column(x, name, sequence_parallel, save_gathered, how, *operands)
+    return list(results) if many else cast(Tensor, results[0])
 
 
 def row_linear(

@@ -167,14 +167,14 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return column_linear(
             x,
-            [self.weight],
-            [self.bias],
+            self.weight,
+            self.bias,
             group=self.group_name,
             sequence_parallel=self.sequence_parallel,
             save_gathered=self.save_gathered,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             fp8=self.fp8,
-        )[0]
+        )
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -34,7 +34,7 @@ class DeferredGrads:
 
         x, weight = torch.ones(8, 64, requires_grad=True), torch.ones(32, 64, requires_grad=True)
         later = DeferredGrads()
-        column_linear(x, [weight], deferred=later)[0].sum().backward()
+        column_linear(x, weight, deferred=later).sum().backward()
         assert x.grad is not None and weight.grad is None and len(later) == 1
         later.compute()
         assert weight.grad.shape == weight.shape

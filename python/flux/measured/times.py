@@ -13,8 +13,8 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from flux._files import Count, Positive, Size, Within
 
-# Ways to run an operator. "kernel": by one of flux, "parts": one after the other by flux's own operators, "composed": gemm_ar as
-# gemm_rs and all_gather, "torch": by torch and its collectives.
+# Ways to run an operator. "kernel": by one of flux, "parts": one after the other by flux's own operators,
+# "composed": gemm_ar as gemm_rs and all_gather, "torch": by torch and its collectives.
 _Way = Literal["kernel", "composed", "parts", "torch"]
 WAYS: tuple[str, ...] = get_args(_Way)
 OLD_WAYS = {"fused": "kernel"}  # in files of flux before 0.2

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from flux import _deprecated
 from flux._sharded import Init, ShardedModule, fill, hold, local_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
@@ -22,8 +23,8 @@ class MoEMLP(ShardedModule):
     The router is yours, and so is a shared expert. flux.moe.reference.moe_mlp is the same on one rank.
 
     Args:
-        hidden: H, of the tokens.
-        intermediate: I, of each expert.
+        hidden_size: H, of the tokens.
+        ffn_size: I, of each expert.
         num_experts: E, of the whole layer.
         group: all ranks over which tokens are distributed: ProcessGroup, one-dimensional DeviceMesh, group
             name, or None for the default group.
@@ -33,7 +34,7 @@ class MoEMLP(ShardedModule):
         max_tokens, max_node_tokens: as in flux.moe.route.
         init: fills the whole weight of one expert, [N, H] or [H, I], in place. Default: normal, with the
             standard deviation 1 / sqrt(H) or 1 / sqrt(I).
-        dtype, device: of the parameters.
+        dtype, device: of the parameters; default: torch's.
 
     Attributes:
         w1: a DTensor [E, I, H], for "swiglu" [E, 2, I, H]: gates and ups. Each rank has E / ep_size experts
@@ -41,7 +42,7 @@ class MoEMLP(ShardedModule):
         w2: a DTensor [E, H, I], cut in the same way.
 
     Raises:
-        ValueError: ep_size does not divide the ranks, num_experts is not a multiple of ep_size, intermediate
+        ValueError: ep_size does not divide the ranks, num_experts is not a multiple of ep_size, ffn_size
             not one of tp, or another argument does not fit.
         TypeError: an argument is of another type.
 
@@ -66,11 +67,14 @@ class MoEMLP(ShardedModule):
 
     w1: nn.Parameter
     w2: nn.Parameter
+    hidden = _deprecated.attribute("hidden", "hidden_size")
+    intermediate = _deprecated.attribute("intermediate", "ffn_size")
 
+    @_deprecated.arguments(hidden="hidden_size", intermediate="ffn_size")
     def __init__(
         self,
-        hidden: int,
-        intermediate: int,
+        hidden_size: int,
+        ffn_size: int,
         num_experts: int,
         *,
         group: GroupLike = None,
@@ -79,12 +83,12 @@ class MoEMLP(ShardedModule):
         max_tokens: int | None = None,
         max_node_tokens: int | None = None,
         init: Init | None = None,
-        dtype: torch.dtype | None = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         op = type(self).__name__
-        hidden = argument_types.size(op, "hidden", hidden)
-        intermediate = argument_types.size(op, "intermediate", intermediate)
+        hidden_size = argument_types.size(op, "hidden_size", hidden_size)
+        ffn_size = argument_types.size(op, "ffn_size", ffn_size)
         num_experts = argument_types.size(op, "num_experts", num_experts, 1)
         ep_size = argument_types.size(op, "ep_size", ep_size, 1)
         if activation is not None and activation not in ACTIVATIONS:
@@ -103,13 +107,13 @@ class MoEMLP(ShardedModule):
         if num_experts % ep_size:
             checks.fail(op, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
         tp = p // ep_size
-        if intermediate % tp:
-            checks.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
-        self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
+        if ffn_size % tp:
+            checks.fail(op, "ffn_size", f"a multiple of the {tp} ranks of a slice", ffn_size)
+        self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
         self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
         self.max_node_tokens = max_node_tokens
         self._gates = (2,) if activation == "swiglu" else ()  # gates and ups, which are cut alike
-        shapes = (num_experts, *self._gates, intermediate, hidden), (num_experts, hidden, intermediate)
+        shapes = (num_experts, *self._gates, ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
         for name, shape, columns in zip(("w1", "w2"), shapes, (len(self._gates) + 1, 2), strict=True):
             cuts = [0, columns] if 1 < ep_size < p else [0 if ep_size == p else columns]
             hold(self, name, shape, cuts, group, device, dtype, slices=ep_size)
@@ -133,7 +137,7 @@ class MoEMLP(ShardedModule):
 
     def extra_repr(self) -> str:
         return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, "
+            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
             f"ep_size={self.ep_size}, activation={self.activation!r}, max_tokens={self.max_tokens}, "
             f"rank={self.rank} of {self.world_size}"
         )
@@ -158,12 +162,12 @@ class MoEMLP(ShardedModule):
             argument_types.tensor(op, name, tensor)
             if tensor.dim() < 2:
                 checks.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
-        if x.shape[-1] != self.hidden:
-            checks.fail(op, "x", f"[..., {self.hidden}]", f"shape {list(x.shape)}")
+        if x.shape[-1] != self.hidden_size:
+            checks.fail(op, "x", f"[..., {self.hidden_size}]", f"shape {list(x.shape)}")
         w1, w2 = local_parts([self.w1, self.w2])
         if x.dtype != w1.dtype:
             checks.fail(op, "x", f"dtype {w1.dtype}, that of the weights", x.dtype)
-        tokens = x.reshape(-1, self.hidden)
+        tokens = x.reshape(-1, self.hidden_size)
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if tensor.numel() != tokens.shape[0] * tensor.shape[-1]:
                 expected = f"[..., k] for {tokens.shape[0]} tokens, those of x"

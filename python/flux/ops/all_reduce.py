@@ -122,7 +122,7 @@ def all_reduce(
         normalised, total = flux.all_reduce(x, residual=residual, norm_weight=norm_weight)
         assert (total == p).all() and normalised.shape == (4, 64)
     """
-    quantised = norm_and_quant.arguments(quant, quant_scale, ue8m0, return_norm)
+    quantised = norm_and_quant.arguments("all_reduce", quant, quant_scale, ue8m0, return_norm)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         used_eps = 0.0 if norm_weight is None else checks.norm_eps(eps, x)
         done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, used_eps, *quantised)

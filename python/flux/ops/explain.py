@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from flux import _invariance
+from flux import _deprecated, _invariance
 from flux.calls import argument_types, checks
 from flux.comm import cuda, registry
 from flux.comm import group as groups
@@ -17,18 +17,20 @@ from flux.measured import files
 from flux.plan.choose import planned, workspace_plan
 from flux.plan.plan import SUMS, Plan, PlanInput
 
-OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
+OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 
 
+@_deprecated.arguments("group", "transpose_weight")
 def explain(
     op: str,
     m: int,
     n: int,
     k: int,
     dtype: torch.dtype = torch.bfloat16,
+    *,
     group: groups.GroupLike = None,
     transpose_weight: bool = False,
-    *,
+    norm: bool = False,
     scales: str | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: str = "promoted",
@@ -39,8 +41,8 @@ def explain(
     group's first call it cannot know whether the peers can be reached, and says so in `reason`.
 
     Args:
-        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm" (with norm_weight), "all_reduce" or
-            "reduce_scatter".
+        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce" or "reduce_scatter". The layers of flux.moe
+            are planned for a routing; `flux bench moe` prints how they run.
         m: rows of x on one rank; for ag_gemm the gathered rows.
         n: columns of the result on one rank: for ag_gemm this rank's part of N. Of all_reduce and
             reduce_scatter the columns of x.
@@ -49,15 +51,18 @@ def explain(
         dtype: of x.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [k, n].
-        scales: of a float8 dtype: "tensor", "row" (of rows and columns) or "block".
+        norm: of gemm_ar and all_reduce: with `norm_weight`.
+        scales: of a float8 dtype: "tensor", "row" (x and weight as flux.quantize makes them so) or "block" (x
+            by "group128", weight by "block128").
         out_dtype, accumulate: with `scales`, as in flux.gemm.
 
     Returns:
         The plan; printing it explains it.
 
     Raises:
-        ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
-            ranks where these share rows.
+        TypeError: an argument is of another type.
+        ValueError: unknown op or group, a negative size, an unsupported dtype, `norm` of another op, or m not
+            divisible by the ranks where these share rows.
 
     Example::
 
@@ -65,14 +70,23 @@ def explain(
         print(plan)
         assert plan.by_flux or plan.reason
     """
+    if op == "gemm_ar_norm":
+        _deprecated.warn("explain('gemm_ar_norm')", "use 'gemm_ar' with norm=True")
+        op, norm = "gemm_ar", True
     if op not in OPS:
-        fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
+        fail("explain", "op", f"one of {', '.join(OPS)} (`flux bench moe` prints flux.moe's)", repr(op))
     how = {"scales": scales, "out_dtype": out_dtype, "accumulate": accumulate}
-    argument_types.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight, **how)
+    argument_types.check(
+        "explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight, norm=norm, **how
+    )
     for name, size in (("m", m), ("n", n), ("k", k)):
         if size < 0:
             fail("explain", name, "a size", size)
     scaling = _scaling(op, dtype, scales, out_dtype, accumulate)
+    if norm and op not in ("gemm_ar", "all_reduce"):
+        fail("explain", "norm", f"False, as {op} has no norm", norm)
+    if norm and op == "gemm_ar":
+        op = "gemm_ar_norm"
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()

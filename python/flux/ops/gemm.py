@@ -78,7 +78,7 @@ def gemm(
 
         x, weight, bias = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32)
         assert flux.gemm(x, weight, bias).shape == (8, 32)
-        (q, scale_x), (w, scale_w) = flux.quantize(x, "token"), flux.quantize(weight, "token")
+        (q, scale_x), (w, scale_w) = flux.quantize(x, "row"), flux.quantize(weight, "row")
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)

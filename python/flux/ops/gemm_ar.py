@@ -141,7 +141,7 @@ def gemm_ar(
             ranks.
         out_dtype, accumulate: as in flux.gemm, the same on all ranks.
         quant: with `norm_weight`: quantise the normalised sum to float8_e4m3fn as flux.quantize does, with
-            "tensor", "token" or "group128" scales.
+            "tensor", "row" or "group128" scales.
         quant_scale: with "tensor": float32 [1], the scale to use (static quantisation); the same on all
             ranks.
         ue8m0: as in flux.quantize.
@@ -159,7 +159,7 @@ def gemm_ar(
         ValueError: an argument does not fit or needs a gradient in grad mode; `out` shares memory with an
             input; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
-            flux.check(group) raises it.
+            flux.check(group=group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
 
     Example::
@@ -170,7 +170,7 @@ def gemm_ar(
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    quantised = norm_and_quant.arguments(quant, quant_scale, ue8m0, return_norm)
+    quantised = norm_and_quant.arguments("gemm_ar", quant, quant_scale, ue8m0, return_norm)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         options = (None if norm_weight is None else eps, out, transpose_weight, *scaling, *quantised)
         done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)

@@ -6,18 +6,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flux import _deprecated
 from flux._memory import wide_type
 from flux.calls import checks
 from flux.comm import repeat
 from flux.comm.workspace import Same
-from flux.fp8.scales import Scales
+from flux.fp8.scales import OLD_WORDS, Scales
 from flux.fp8.wide_product import by_rows
 from flux.ops import quantize as quantising
 from flux.plan.choose import takes
 
 Tensor = torch.Tensor
-Quant = Literal["tensor", "token", "group128"]
-QUANTS = ("tensor", "token", "group128")
+Quant = Literal["tensor", "row", "group128"]
+QUANTS = ("tensor", "row", "group128")
 NAMES = ("quant", "quant_scale", "ue8m0", "return_norm")  # of arguments, in the order of End
 _E4M3 = torch.float8_e4m3fn
 
@@ -168,10 +169,12 @@ class Made(NamedTuple):
 NONE = End()
 
 
-def arguments(quant: Any, quant_scale: Any, ue8m0: Any, return_norm: Any) -> tuple[Any, ...]:
+def arguments(op: str, quant: Any, quant_scale: Any, ue8m0: Any, return_norm: Any) -> tuple[Any, ...]:
     """Arguments of a torch operator: none for a call that does not quantise."""
     if quant is None and quant_scale is None and ue8m0 is False and return_norm is False:
         return ()
+    if quant == "token":
+        quant = _deprecated.word(op, "quant", quant, OLD_WORDS)
     return quant, quant_scale, ue8m0, return_norm
 
 

@@ -10,19 +10,19 @@ from typing import Any, Literal, cast
 
 import torch
 
-from flux import _native
+from flux import _deprecated, _native
 from flux._memory import readable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import may_skip_dispatch
 from flux.calls.schemas import library
 from flux.comm import repeat
-from flux.fp8.scales import BLOCK, FP8, empty_column_major
+from flux.fp8.scales import BLOCK, FP8, OLD_WORDS, empty_column_major
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 
 # In the order of the kernel.
-QUANTS = ("tensor", "token", "group128", "block128")
+QUANTS = ("tensor", "row", "group128", "block128")
 # Smaller largest values count as this one, so that no scale is zero or denormal.
 _LEAST_AMAX = 1e-10
 _OP = repeat.operator()
@@ -31,7 +31,7 @@ _MANTISSA = (1 << 23) - 1  # of fp32
 
 def quantize(
     x: Tensor,
-    quant: Literal["tensor", "token", "group128", "block128"] = "group128",
+    quant: Literal["tensor", "row", "group128", "block128"] = "group128",
     *,
     scale: Tensor | None = None,
     ue8m0: bool = False,
@@ -44,14 +44,15 @@ def quantize(
 
     Args:
         x: [..., K], bfloat16, float16, float32 or float64.
-        quant: what has one scale: "tensor" all of x; "token" each row; "group128" each 128 elements of a row
-            (DeepSeek's activations); "block128" each 128 by 128 block of a matrix [..., N, K] (its weights).
+        quant: what has one scale: "tensor" all of x; "row" each row, or token; "group128" each 128 elements
+            of a row (DeepSeek's activations); "block128" each 128 by 128 block of a matrix [..., N, K] (its
+            weights).
         scale: with "tensor": float32 [1], to use instead of one made from x (static quantisation).
         ue8m0: round scales up to powers of two.
         dtype: float8_e4m3fn, or float8_e5m2 for gradients.
 
     Returns:
-        q, of x's shape, contiguous; and float32 scales: "tensor" [1] (`scale`, if given), "token" [..., 1],
+        q, of x's shape, contiguous; and float32 scales: "tensor" [1] (`scale`, if given), "row" [..., 1],
         "group128" [..., K / 128], in memory column by column, "block128" [..., N / 128, K / 128].
 
     Raises:
@@ -70,6 +71,7 @@ def quantize(
         done = repeat.without_group().call(_OP, x, quant, scale, ue8m0, dtype)
         if done is not None:
             return cast(Pair, done)
+    quant = _deprecated.word("quantize", "quant", quant, OLD_WORDS)
     direct = may_skip_dispatch(x, scale)
     if not direct:
         argument_types.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
@@ -111,7 +113,7 @@ def scales_shape(x: Tensor, quant: str) -> list[int]:
     *rows, k = x.shape
     if quant == "tensor":
         return [1]
-    if quant == "token":
+    if quant == "row":
         return [*rows, 1]
     groups = -(-k // BLOCK)
     return [*rows, groups] if quant == "group128" else [*rows[:-1], -(-rows[-1] // BLOCK), groups]
@@ -202,7 +204,7 @@ def amax_of(x: Tensor, quant: str) -> Tensor:
         return x.new_zeros(scales_shape(x, quant))
     if quant == "tensor":
         return size.amax().view(1)
-    if quant == "token":
+    if quant == "row":
         return size.amax(-1, keepdim=True)
     size = torch.nn.functional.pad(size, (0, -size.shape[-1] % BLOCK))
     groups = size.view(*size.shape[:-1], -1, BLOCK).amax(-1)
@@ -223,7 +225,7 @@ def scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
 
 def _spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
     """The scales such that they can be multiplied with x."""
-    if quant in ("tensor", "token"):
+    if quant in ("tensor", "row"):
         return scales
     scales = scales.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]]
     if quant == "block128":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _native
+from flux import _deprecated, _native
 from flux.calls import argument_types, checks
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
@@ -22,14 +22,14 @@ from flux.plan.sums import COMPOSED_FROM_BYTES, exchange_room
 _cuda: Any = torch.cuda  # parts of it are not typed
 
 
+@_deprecated.arguments("group", slots="")
 def reserve(
-    group: GroupLike = None,
     *,
     max_m: int,
     max_n: int,
     max_k: int,
     dtype: torch.dtype = torch.bfloat16,
-    slots: int = 1,
+    group: GroupLike = None,
     device: torch.device | str | None = None,
 ) -> None:
     """Makes room for every problem up to the given sizes. A collective; idempotent; never shrinks.
@@ -38,14 +38,13 @@ def reserve(
     shards that go by copy engine have buffers of their own, which are reserved too.
 
     Args:
-        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         max_m: rows of all ranks: those of x for gemm_rs and gemm_ar, of the result for ag_gemm and
             all_gather.
         max_n: columns of the result. Only gemm_rs and gemm_ar send them: without those, 1 will do. all_reduce
             and reduce_scatter take up to max_m * max_n elements.
         max_k: columns of x on one rank. Only ag_gemm and all_gather send them: without those, 1 will do.
         dtype: of x.
-        slots: micro-batches in flight at the same time; this version supports 1.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         device: of the tensors; default: the current CUDA device, or the CPU where there is none.
 
     Raises:
@@ -57,14 +56,12 @@ def reserve(
         flux.reserve(max_m=256, max_n=128, max_k=64, dtype=torch.float32)
         # Now a CUDA graph can capture calls of up to these sizes.
     """
-    argument_types.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype, slots=slots)
+    argument_types.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype)
     for name, size in (("max_m", max_m), ("max_n", max_n), ("max_k", max_k)):
         if size < 1:
             checks.fail("reserve", name, "a positive size", size)
     if dtype not in checks.FLOATING:
         checks.fail("reserve", "dtype", "bfloat16, float16, float32 or float64", dtype)
-    if slots != 1:
-        checks.fail("reserve", "slots", "1 (this version has one set of buffers for each group)", slots)
     pg = resolve_group(group, "reserve")
     where = current_device() if device is None else _device(device)
     if where.type == "cuda" and where.index is None:
@@ -116,7 +113,8 @@ def _reserve(
         workspace.reserve_copy(*gathered, "reserve", call)
 
 
-def expect_graphs(group: GroupLike = None) -> None:
+@_deprecated.arguments("group")
+def expect_graphs(*, group: GroupLike = None) -> None:
     """Lets a group's calls run from now on as CUDA graphs capture them: then steps before a capture make all
     the room it needs, and no sizes need to be reserved.
 
@@ -141,7 +139,8 @@ def expect_graphs(group: GroupLike = None) -> None:
         registry.in_turn(pg, workspace.device, workspace.stop_copying)
 
 
-def release(group: GroupLike = None) -> None:
+@_deprecated.arguments("group")
+def release(*, group: GroupLike = None) -> None:
     """Frees the workspaces of a group, and forgets failures. A collective, except after a timeout or a call
     that was broken off: then only the caller's side is freed, and all ranks that live on must release before
     the group's next call.
@@ -162,7 +161,8 @@ def release(group: GroupLike = None) -> None:
     registry.release(resolve_group(group, "release"))
 
 
-def check(group: GroupLike = None) -> None:
+@_deprecated.arguments("group")
+def check(*, group: GroupLike = None) -> None:
     """Waits for the current stream, and raises what went wrong on the group's workspaces, if anything.
 
     Args:

@@ -39,8 +39,9 @@ class Plan:
         world_size: ranks of the group.
         transpose_weight: weight is [k, n].
         by_flux: whether flux's kernels run (on CPU: their protocols), and not torch alone.
-        way: how: "kernel" (one of flux does it all), "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
-            flux, one after the other), "two-level" (fused inside each of several nodes), or "torch".
+        way: how: "kernel" (one of flux does it all), "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a
+            GEMM and a collective of flux, one after the other), "two-level" (by kernel inside each of several
+            nodes), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
         config: id of the tile shape, or -1.

@@ -282,8 +282,8 @@ def test_a_scaled_grouped_product_of_torch_is_checked(monkeypatch: pytest.Monkey
         return (torch.stack(rows) * of_w[expert]).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
-    x = quantized(torch.randn(6, 64), "token")
-    weight, offsets = quantized(torch.randn(2, 32, 64), "token"), torch.tensor([0, 4, 6], dtype=torch.int32)
+    x = quantized(torch.randn(6, 64), "row")
+    weight, offsets = quantized(torch.randn(2, 32, 64), "row"), torch.tensor([0, 4, 6], dtype=torch.int32)
     right = True
     lineup = Lineup(ONE)
     found = moe_peers.grouped_products(lineup, x, weight, offsets)

@@ -208,7 +208,7 @@ def test_no_copy_engines_for_calls_that_graphs_capture(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(workspaces, "resolve_group", lambda group, op: group)
     try:
-        flux.expect_graphs(workspace.group)
+        flux.expect_graphs(group=workspace.group)
         chosen = all_gather.gather_plan(workspace, x)
         again = CudaWorkspace.meet(workspace.group, workspace.device, "gemm_rs", Echo())  # type: ignore[arg-type]
     finally:

@@ -312,7 +312,7 @@ def with_norms(module: fx.GraphModule, quant: str, group: str, sums: str) -> fx.
     return graph
 
 
-ENDS = ["tensor", "token", "group128", "group128 by rows", "written"]
+ENDS = ["tensor", "row", "group128", "group128 by rows", "written"]
 SUMS = ["layers", "other sums"]
 
 

@@ -148,4 +148,4 @@ def test_column_parallel_layers_are_marked(vllm: Modules, served: bool) -> None:
     product, rows, weight, given_bias, scale, *how = call.args
     assert torch.equal(product, stock) and rows is x and given_bias is bias
     assert torch.equal(weight.float(), VALUES.float()) and scale is made.weight_scale
-    assert how == ["token", None, False]
+    assert how == ["row", None, False]

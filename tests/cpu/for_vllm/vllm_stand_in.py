@@ -92,7 +92,7 @@ def fp8_kernel(weight: torch.Tensor) -> Any:
             weight_shape=weight.shape,
             out_dtype=torch.float32,
         ),
-        quant_fp8=lambda x, scale, bound: flux.quantize(x, "token"),
+        quant_fp8=lambda x, scale, bound: flux.quantize(x, "row"),
     )
 
 

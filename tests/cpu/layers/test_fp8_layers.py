@@ -20,7 +20,7 @@ from flux.layers import ColumnParallelLinear, Fp8, ParallelMLP, RowParallelLinea
 RECIPES = [
     Fp8(),
     Fp8("block"),
-    Fp8("current", ue8m0=True, grad_dtype=torch.float8_e4m3fn),
+    Fp8("tensor", ue8m0=True, grad_dtype=torch.float8_e4m3fn),
     Fp8("block", ue8m0=False, weight_grads=False),
 ]
 
@@ -90,7 +90,7 @@ def forward_is_the_operators(rank: int, p: int) -> None:
 
 
 def bad_options(rank: int, p: int) -> None:
-    with pytest.raises(ValueError, match="Fp8: scaling: expected 'current' or 'block'"):
+    with pytest.raises(ValueError, match="Fp8: scales: expected 'tensor' or 'block'"):
         Fp8("delayed")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Fp8: accumulate: expected 'promoted'"):
         Fp8("block", accumulate="fast")

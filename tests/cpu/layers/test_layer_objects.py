@@ -279,32 +279,32 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
         (
             lambda: column_linear(x, [w, w], [b]),
             ValueError,
-            "column_linear: biases: expected 2 entries, one for each weight, got 1",
+            "column_linear: bias: expected 2 entries, one for each weight, got 1",
         ),
         (
             lambda: column_linear(x, [w, w], [b], sequence_parallel=False),
             ValueError,
-            "column_linear: biases: expected 2 entries, one for each weight, got 1",
+            "column_linear: bias: expected 2 entries, one for each weight, got 1",
         ),
         (
             lambda: column_linear(x, [w], [b, b], sequence_parallel=False),
             ValueError,
-            "column_linear: biases: expected 1 entries, one for each weight, got 2",
+            "column_linear: bias: expected 1 entries, one for each weight, got 2",
         ),
         (
             lambda: column_linear(x, [w], [None, None]),
             ValueError,
-            "column_linear: biases: expected 1 entries, one for each weight, got 2",
+            "column_linear: bias: expected 1 entries, one for each weight, got 2",
         ),
-        (lambda: column_linear(x, [w], []), ValueError, "biases: expected 1 entries.*got 0"),
-        (lambda: column_linear(x, w), TypeError, "column_linear: weights: expected a list, got Tensor"),
-        (lambda: column_linear(x, [w], b), TypeError, "column_linear: biases: expected a list, got Tensor"),
+        (lambda: column_linear(x, [w], []), ValueError, "bias: expected 1 entries.*got 0"),
+        (lambda: column_linear(x, w, [b]), TypeError, "column_linear: bias: expected a tensor, got list"),
+        (lambda: column_linear(x, [w], b), TypeError, "column_linear: bias: expected a list, .* got Tensor"),
         (lambda: column_linear(x, []), ValueError, "column_linear: weight: expected at least one weight"),
-        (lambda: column_linear(x, [w, None]), TypeError, r"weights\[1\]: expected a tensor, got NoneType"),
+        (lambda: column_linear(x, [w, None]), TypeError, r"weight\[1\]: expected a tensor, got NoneType"),
         (
             lambda: column_linear(x, [w], [1.5]),
             TypeError,
-            r"biases\[0\]: expected a tensor or None, got float",
+            r"bias\[0\]: expected a tensor, got float",
         ),
         (lambda: column_linear([1.0], [w]), TypeError, "column_linear: x: expected a tensor, got list"),
         (
@@ -333,7 +333,7 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             TypeError,
             "save_gathered: expected True, False or 'auto'",
         ),
-        (lambda: column_linear(x, [w], group=3), ValueError, "column_linear: group: .* got int"),
+        (lambda: column_linear(x, [w], group=3), TypeError, "column_linear: group: .* got int"),
         (lambda: row_linear(x, [w]), TypeError, "row_linear: weight: expected a tensor, got list"),
         (
             lambda: row_linear(x, w, True),
@@ -361,7 +361,7 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             TypeError,
             "reduce_replicated_grads: module: expected a torch.nn.Module, got list",
         ),
-        (lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w), ValueError, "group: .* got Tensor"),
+        (lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w), TypeError, "group: .* got Tensor"),
         (
             lambda: ColumnParallelLinear(-8, 24),
             ValueError,
@@ -405,7 +405,7 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             ValueError,
             "RowParallelLinear: init: expected a function that fills a tensor in place, got one that returns",
         ),
-        (lambda: RowParallelLinear(24, 8, group=1), ValueError, "RowParallelLinear: group: .* got int"),
+        (lambda: RowParallelLinear(24, 8, group=1), TypeError, "RowParallelLinear: group: .* got int"),
         (
             lambda: ColumnParallelLinear(8, 24, save_gathered=None),
             TypeError,
@@ -430,7 +430,7 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             "ParallelMLP: save_gathered: expected True, False or 'auto', got 'x'",
         ),
         (lambda: ParallelMLP(8, 24, seqence_parallel=True), TypeError, "unexpected keyword argument"),
-        (lambda: ParallelMLP(8, 24, group=w), ValueError, "ParallelMLP: group: .* got Tensor"),
+        (lambda: ParallelMLP(8, 24, group=w), TypeError, "ParallelMLP: group: .* got Tensor"),
         (lambda: RMSNorm(0), ValueError, "RMSNorm: hidden_size: expected an integer of at least 1, got 0"),
         (lambda: RMSNorm([8]), TypeError, "RMSNorm: hidden_size: expected an integer, got list"),
         (

@@ -259,7 +259,7 @@ def deferred(rank: int, p: int) -> None:
         found: list[Any] = []
         for batch in batches:
             x = batch.clone().requires_grad_()
-            (hidden,) = column_linear(x, [leaves[0]], deferred=first, **common)
+            hidden = column_linear(x, leaves[0], deferred=first, **common)
             out = row_linear(hidden, leaves[1], leaves[2], deferred=second, **common)
             (out.sin() * batch[0, 0]).sum().backward()
             found.append(x.grad)
@@ -310,7 +310,7 @@ def changed_in_place(rank: int, p: int) -> None:
     x = torch.ones(2 * p, 3, 4, requires_grad=True)
     for sequence_parallel in (True, False):
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-        (column,) = column_linear(x, [torch.ones(8, 4)], **options)
+        column = column_linear(x, torch.ones(8, 4), **options)
         for result in (column, row_linear(x, torch.ones(8, 4), **options)):
             x.grad = None
             result.mul_(2).sum().backward()

@@ -113,7 +113,7 @@ def defects(rank: int, p: int) -> None:
 def random_data(rank: int, p: int) -> None:
     """Both layers within the bound of an fp64 product of what the operands stand for."""
     experts, tokens, k, n = 4, 12, 390, 256
-    for of_rows, of_weights in (("token", "tensor"), ("group128", "block128")):
+    for of_rows, of_weights in (("row", "tensor"), ("group128", "block128")):
         g = torch.Generator().manual_seed(5)  # every rank knows the tokens and routes of all
         xs = [
             torch.randn(tokens, k, generator=g) * torch.rand(tokens, 1, generator=g).exp() for _ in range(p)
@@ -371,8 +371,8 @@ def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.Mo
     ) -> Tensor:
         assert of_a.shape == (a.shape[0],) and of_b.shape == (4, 160) and how["out_dtype"] == torch.bfloat16
         values = (
-            dequantized(a, of_a[:, None], "token"),
-            dequantized(b.transpose(1, 2), of_b[..., None], "token"),
+            dequantized(a, of_a[:, None], "row"),
+            dequantized(b.transpose(1, 2), of_b[..., None], "row"),
         )
         return grouped_mm(values[0].bfloat16(), values[1].bfloat16().transpose(1, 2), offs)
 

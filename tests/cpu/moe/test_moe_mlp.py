@@ -118,7 +118,7 @@ def built_without_memory(rank: int, p: int) -> None:
 def represented(rank: int, p: int) -> None:
     layer = make(p, "gelu", max_tokens=7)
     assert repr(layer) == (
-        f"MoEMLP(hidden={H}, intermediate={WIDE}, num_experts={E}, ep_size={p}, activation='gelu', "
+        f"MoEMLP(hidden_size={H}, ffn_size={WIDE}, num_experts={E}, ep_size={p}, activation='gelu', "
         f"max_tokens=7, rank={rank} of {p})"
     )
 
@@ -150,8 +150,8 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
     layer = make(1, "swiglu")
     x, ids, weights = tokens(0)
     return [
-        (lambda: MoEMLP(-6, 8, 4), ValueError, "hidden: expected an integer of at least 0, got -6"),
-        (lambda: MoEMLP(6, 8.0, 4), TypeError, "intermediate: expected an integer, got float 8.0"),
+        (lambda: MoEMLP(-6, 8, 4), ValueError, "hidden_size: expected an integer of at least 0, got -6"),
+        (lambda: MoEMLP(6, 8.0, 4), TypeError, "ffn_size: expected an integer, got float 8.0"),
         (lambda: MoEMLP(6, 8, 0), ValueError, "num_experts: expected an integer of at least 1, got 0"),
         (lambda: MoEMLP(6, 8, 4, ep_size=0), ValueError, "ep_size: expected an integer of at least 1, got 0"),
         (lambda: MoEMLP(6, 8, 4, ep_size=p + 1), ValueError, f"ep_size: expected a divisor of the {p} ranks"),
@@ -168,7 +168,7 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
         ),
         (lambda: MoEMLP(6, 8, 4, dtype=torch.int32), ValueError, "dtype: .* got torch.int32"),
         (lambda: MoEMLP(6, 8, 4, device="gpu"), ValueError, "device: .* got 'gpu'"),
-        (lambda: MoEMLP(6, 8, 4, group=7), ValueError, "group: .* got int"),
+        (lambda: MoEMLP(6, 8, 4, group=7), TypeError, "group: .* got int"),
         (lambda: MoEMLP(6, 8, 4, init=1.0), TypeError, "init: expected a function or None, got float"),
         (lambda: MoEMLP(6, 8, 4, init=torch.randn_like), ValueError, "init: .* returns another"),
         (lambda: layer(x[:, :5], ids, weights), ValueError, r"x: expected \[..., 6\], got shape \[5, 5\]"),
@@ -189,9 +189,7 @@ def refused(rank: int, p: int) -> None:
         if p > 1:
             with pytest.raises(ValueError, match=f"MoEMLP: num_experts: .* multiple of ep_size = {p}, got"):
                 MoEMLP(6, 8, p + 1, ep_size=p)
-            with pytest.raises(
-                ValueError, match=f"MoEMLP: intermediate: expected a multiple of the {p} ranks"
-            ):
+            with pytest.raises(ValueError, match=f"MoEMLP: ffn_size: expected a multiple of the {p} ranks"):
                 MoEMLP(6, 8 * p + 1, 4)
     make(1, "swiglu")(*tokens(rank))
 

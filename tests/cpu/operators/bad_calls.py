@@ -131,7 +131,7 @@ def good_scaled_calls(p: int) -> list[Good]:
             "quantize",
             flux.quantize,
             quantize.reference,
-            {"x": integers(M, K), "quant": "token", "scale": None, "ue8m0": False, "dtype": FP8[0]},
+            {"x": integers(M, K), "quant": "row", "scale": None, "ue8m0": False, "dtype": FP8[0]},
         ),
         Good(
             "quantize",
@@ -354,7 +354,7 @@ def as_dtensor(local: Tensor) -> Any:
 BAD_OPTIONS: dict[str, list[Any]] = {
     "out_dtype": [torch.float64, torch.int8, torch.float8_e4m3fn, "bfloat16", 3, [], torch.complex64],
     "accumulate": ["slow", "", None, True, 1, ["fast"], b"fast"],
-    "quant": ["row", "", None, 1, True, ["token"], b"token"],
+    "quant": ["rows", "", None, 1, True, ["row"], b"row"],
     "scale": [1.0, "1", [1.0], torch.ones(1), torch.ones(2)],
     "ue8m0": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "dtype": [torch.int8, torch.bfloat16, torch.float8_e4m3fnuz, "float8", None, 8],

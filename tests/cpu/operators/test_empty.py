@@ -96,8 +96,8 @@ def without_gradients(rank: int, p: int, leading: tuple[int, ...], n: int, k: in
             [None],
         ),
         "int8": (lambda: flux.reduce_scatter(x, wire="int8"), [None]),
-        "quant": (lambda: flux.gemm_ar(x, w, b, **how, quant="token"), [None, None, total]),
-        "quant of sum": (lambda: flux.all_reduce(x, **of_x, quant="token"), [None, None, summed + 2]),
+        "quant": (lambda: flux.gemm_ar(x, w, b, **how, quant="row"), [None, None, total]),
+        "quant of sum": (lambda: flux.all_reduce(x, **of_x, quant="row"), [None, None, summed + 2]),
     }
     for name, (call, expected) in calls.items():
         results = call()
@@ -109,12 +109,12 @@ def without_gradients(rank: int, p: int, leading: tuple[int, ...], n: int, k: in
 
 def scaled(p: int, leading: tuple[int, ...], n: int, k: int) -> Iterator[str]:
     """With fp8 operands."""
-    for quant, of_weight in (("tensor", "tensor"), ("token", "token"), ("group128", "block128")):
+    for quant, of_weight in (("tensor", "tensor"), ("row", "row"), ("group128", "block128")):
         (x, scale_x), (w, scale_w) = (
             flux.quantize(torch.ones(shape), kind)
             for shape, kind in (((*leading, k), quant), ((n, k), of_weight))
         )
-        scale_w = scale_w.view(-1) if quant == "token" else scale_w
+        scale_w = scale_w.view(-1) if quant == "row" else scale_w
         how: Any = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32}
         product, gathered, scales = flux.ag_gemm(x, w, return_gathered=True, **how)
         rows = (leading[0] * p, *leading[1:])

@@ -167,8 +167,8 @@ def test_random_data_within_the_bound(kind: str, out_dtype: torch.dtype, accumul
     if kind == "block" and accumulate == "fast":
         return  # refused: see BAD
     torch.manual_seed(2)
-    rows, columns = {"tensor": ("tensor",) * 2, "row": ("token",) * 2, "block": ("group128", "block128")}.get(
-        kind, ("tensor", "token")
+    rows, columns = {"tensor": ("tensor",) * 2, "row": ("row",) * 2, "block": ("group128", "block128")}.get(
+        kind, ("tensor", "row")
     )
     x, weight = torch.randn(96, 700), torch.randn(200, 700) * torch.rand(200, 1).exp()
     (q, scale_x), (w, scale_w) = flux.quantize(x, rows), flux.quantize(weight, columns)  # type: ignore[arg-type]

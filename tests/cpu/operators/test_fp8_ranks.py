@@ -135,8 +135,8 @@ ENDS: list[tuple[Quant, bool, bool]] = [
     ("tensor", False, False),
     ("tensor", True, False),
     ("tensor", False, True),
-    ("token", False, False),
-    ("token", False, True),
+    ("row", False, False),
+    ("row", False, True),
     ("group128", False, False),
     ("group128", False, True),
 ]
@@ -170,7 +170,7 @@ def bad_calls(rank: int, p: int) -> None:
     call = {"norm_weight": norm, "quant": "tensor"}
     bad: list[tuple[dict[str, Any], str]] = [
         (call | {"quant": "block128"}, "quant: expected None or one of tensor, token, group128"),
-        (call | {"quant": "token", "quant_scale": norm[:1]}, "quant_scale: expected None with 'token'"),
+        (call | {"quant": "row", "quant_scale": norm[:1]}, "quant_scale: expected None with 'row'"),
         (call | {"quant_scale": norm}, "quant_scale: expected float32 with one entry"),
         (call | {"quant_scale": norm[:1], "ue8m0": True}, "ue8m0: expected False"),
         ({"quant": "tensor"}, "quant: expected None without norm_weight"),
@@ -253,7 +253,7 @@ def random_data(rank: int, p: int) -> None:
     m, n, k = 32 * p, 130, 300
     torch.manual_seed(rank)
     x, weight = torch.randn(m, k), torch.randn(n, k)
-    for rows, columns in (("tensor", "token"), ("group128", "block128")):
+    for rows, columns in (("tensor", "row"), ("group128", "block128")):
         (q, scale_x), (w, scale_w) = flux.quantize(x, rows), flux.quantize(weight, columns)  # type: ignore[arg-type]
         scales = {"scale_x": scale_x, "scale_w": scale_w}
         total = exact_product(q, scale_x, w, scale_w)
@@ -299,7 +299,7 @@ def torch_sees(rank: int, p: int) -> None:
             scales = {"scale_x": scale_x, "scale_w": scale_w}
             rows = flux.gemm_rs(x, weight, **scales).relu()
             norm_weight = torch.ones(24, dtype=torch.bfloat16)
-            q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="token", **scales)
+            q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="row", **scales)
             everybody = flux.ag_gemm(x, weight, **scales)
             return rows.sum() + q.float() * q_scale + total + everybody[: len(total)]
 

@@ -52,7 +52,7 @@ def groups_of(quant: str, rows: int, columns: int) -> dict[tuple[int, int], list
         for j in range(columns):
             place = {
                 "tensor": (0, 0),
-                "token": (i, 0),
+                "row": (i, 0),
                 "group128": (i, j // 128),
                 "block128": (i // 128, j // 128),
             }
@@ -82,7 +82,7 @@ def test_definition(quant: Any, dtype: torch.dtype, ue8m0: bool) -> None:
 def test_shapes_and_layout(quant: Any) -> None:
     x = torch.randn(6, 260)
     q, scale = flux.quantize(x, quant)
-    shape = {"tensor": (1,), "token": (6, 1), "group128": (6, 3), "block128": (1, 3)}[quant]
+    shape = {"tensor": (1,), "row": (6, 1), "group128": (6, 3), "block128": (1, 3)}[quant]
     assert tuple(scale.shape) == shape
     if quant == "group128":
         assert scale.stride() == (1, 8) and scale.data_ptr() % 16 == 0
@@ -138,12 +138,12 @@ def test_static_scale() -> None:
 def test_numbers_that_are_none(dtype: torch.dtype) -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([[0.0, 0.0], [nan, 1.0], [-nan, 2.0], [inf, 3.0], [1e-30, -1e-30], [-0.0, 1.0]])
-    q, scale = flux.quantize(x, "token", dtype=dtype)
+    q, scale = flux.quantize(x, "row", dtype=dtype)
     assert torch.equal(q[0].float(), torch.zeros(2)) and scale[0] == fp32(fp32(1e-10) / LARGEST[dtype])
     assert (q[1:3].view(torch.uint8) == 0x7F).all() and scale[1:3].isnan().all()
     assert q[3, 0].float().isnan() and q[3, 1].float() == 0 and scale[3].isinf()
     assert (q[4].float() == 0).all() and q[5].view(torch.uint8)[0] == 0x80
-    ue8m0 = flux.quantize(x, "token", dtype=dtype, ue8m0=True)[1]
+    ue8m0 = flux.quantize(x, "row", dtype=dtype, ue8m0=True)[1]
     assert ue8m0[1:3].isnan().all() and ue8m0[3].isinf()
 
 
@@ -154,7 +154,7 @@ def test_empty(quant: Any, shape: tuple[int, int]) -> None:
     groups = -(-shape[1] // 128)
     expected = {
         "tensor": 1,
-        "token": shape[0],
+        "row": shape[0],
         "group128": shape[0] * groups,
         "block128": -(-shape[0] // 128) * groups,
     }
@@ -163,7 +163,7 @@ def test_empty(quant: Any, shape: tuple[int, int]) -> None:
 
 X = torch.ones(4, 256)
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("quant", {"quant": "row"}, "quant: expected one of tensor, token, group128, block128, got 'row'"),
+    ("quant", {"quant": "rows"}, "quant: expected one of tensor, row, group128, block128, got 'rows'"),
     ("dtype", {"dtype": torch.int8}, "dtype: expected float8_e4m3fn or float8_e5m2, got torch.int8"),
     ("x int", {"x": X.int()}, "x: expected dtype bfloat16, float16, float32 or float64"),
     ("x fp8", {"x": X.to(E4M3)}, "x: expected dtype bfloat16"),
@@ -174,7 +174,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "x: expected at least 2 dimensions for 'block128'",
     ),
     ("x needs grad", {"x": X.clone().requires_grad_()}, "x: expected a tensor that needs no gradient"),
-    ("static token", {"quant": "token", "scale": torch.ones(1)}, "scale: expected None with 'token'"),
+    ("static row", {"quant": "row", "scale": torch.ones(1)}, "scale: expected None with 'row'"),
     ("static ue8m0", {"quant": "tensor", "scale": torch.ones(1), "ue8m0": True}, "ue8m0: expected False"),
     (
         "scale dtype",

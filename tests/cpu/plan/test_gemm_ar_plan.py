@@ -213,12 +213,12 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "tensor": ((1,), (1,)),
         "tensor, static": ((1,), (1,)),
-        "token": ((4,), (4, 1)),
+        "row": ((4,), (4, 1)),
         "group128": ((4, 2), (4, 2)),
     }
     for name, (of_kernel, of_result) in shapes.items():
         quant, scale = name.split(",")[0], static if "static" in name else None
-        end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "token", True)
+        end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "row", True)
         results = [
             (gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, total, end, scales), total),
             (exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
@@ -228,8 +228,8 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
             q, q_scale = found.quantised  # type: ignore[misc]
             assert how["q"] is q and how["q_scale"].data_ptr() == q_scale.data_ptr()
             assert how["q_scale"].shape == of_kernel and how["quant_scale"] is scale
-            granularity = ("tensor", "token", "group128").index(quant)
-            assert (how["granularity"], how["ue8m0"]) == (granularity, quant == "token")
+            granularity = ("tensor", "row", "group128").index(quant)
+            assert (how["granularity"], how["ue8m0"]) == (granularity, quant == "row")
             told_q, told_scale, *rest = end.of(summed, found)
             assert told_q.dtype == torch.float8_e4m3fn and told_q.shape == (4, 256)
             assert told_scale.shape == of_result and rest[0] is summed and rest[1].shape == (4, 256)

@@ -385,7 +385,9 @@ def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
     """Sums of 16 MiB with a norm took 131 us composed, where the norm is one more pass, and 111 in parts."""
     sizes = (2, 2, 2048, 4096, 2048)
     alone = Fact("gemm_ar", *sizes, {"kernel": 108.0, "composed": 100.0, "parts": 107.0, "torch": 150.0})
-    normed = Fact("gemm_ar_norm", *sizes, {"kernel": 120.0, "composed": 131.0, "parts": 111.0, "torch": 152.0})
+    normed = Fact(
+        "gemm_ar_norm", *sizes, {"kernel": 120.0, "composed": 131.0, "parts": 111.0, "torch": 152.0}
+    )
 
     def way(op: str, *facts: Fact) -> str:
         problem = PlanInput("cuda", 2048, 4096, 2048, torch.bfloat16, world_size=2, num_sms=132)
@@ -408,7 +410,9 @@ def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
         for _ in range(2):
             _, summed = flux.gemm_ar(x, weight, norm_weight=torch.ones(8))
             assert torch.equal(summed, total)
-        explained = [flux.explain(op, 16, 8, 4, torch.float32).way for op in ("gemm_ar", "gemm_ar_norm")]
+        explained = [
+            flux.explain("gemm_ar", 16, 8, 4, torch.float32, norm=norm).way for norm in (False, True)
+        ]
         workspace = registry.existing(dist.group.WORLD)[0]
         ran = [
             plan.way

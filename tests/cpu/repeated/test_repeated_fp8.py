@@ -220,8 +220,8 @@ def test_quantize_is_repeated(
 
 def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, alone: Any) -> None:
     x = tensor(8, 512)[:, ::2]
-    arguments = (x, "token", None, False, torch.float8_e4m3fn)
-    results = quantize.empty(x, "token", torch.float8_e4m3fn)
+    arguments = (x, "row", None, False, torch.float8_e4m3fn)
+    results = quantize.empty(x, "row", torch.float8_e4m3fn)
     quantize.launch(
         *arguments[:4], *results, repeat.Recipe(quantize._OP, dict(zip(_QUANTIZE, arguments, strict=True)))
     )
@@ -254,7 +254,7 @@ def test_a_launch_that_cannot_quantise_is_not_repeated(
     machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norm_and_quant, "takes", lambda op, name: False)
-    call = lambda: flux.all_reduce(tensor(8, 64), norm_weight=tensor(64), quant="token")  # noqa: E731
+    call = lambda: flux.all_reduce(tensor(8, 64), norm_weight=tensor(64), quant="row")  # noqa: E731
     assert [count(machine, call) for _ in range(2)] == [PYTHON] * 2 and len(workspace.known) == 0
 
 

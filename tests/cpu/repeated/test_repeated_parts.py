@@ -180,7 +180,7 @@ MORE_COMPOSED: dict[str, dict[str, Any]] = {
     "norm": {"norm_weight": tensor(16)},
     "both": {"residual": tensor(8, 16), "norm_weight": tensor(16), "bias": tensor(16)},
     "rows": {"residual": tensor(2, 4, 16), "norm_weight": tensor(16)},
-    "quant": {"residual": tensor(8, 16), "norm_weight": tensor(16), "quant": "token"},
+    "quant": {"residual": tensor(8, 16), "norm_weight": tensor(16), "quant": "row"},
     "static": {
         "norm_weight": tensor(16),
         "quant": "tensor",

@@ -72,7 +72,7 @@ def quantised(group: dist.ProcessGroup | None, p: int) -> Tensor:
     x, weight = torch.ones(ROWS, 256), torch.ones(FFN, 256)
     (q, scale_x), (w, scale_w) = flux.quantize(x, ue8m0=True), flux.quantize(weight, "block128")
     product: Tensor = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w, out_dtype=torch.float16)
-    row: tuple[Tensor, Tensor] = flux.quantize(x, "token", dtype=torch.float8_e5m2)
+    row: tuple[Tensor, Tensor] = flux.quantize(x, "row", dtype=torch.float8_e5m2)
     columns = flux.quantize(weight, "tensor", scale=torch.ones(1))
     rows: Tensor = flux.gemm_rs(
         row[0], columns[0], scale_x=row[1], scale_w=columns[1], accumulate="fast", group=group
@@ -152,7 +152,8 @@ def train(mesh: DeviceMesh) -> Tensor:
     x, weight = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN)
     gate, up = column_linear(x, [weight, weight], [None, torch.ones(FFN)], group=mesh)
     out: Tensor = row_linear(gate * up, weight.t().contiguous(), group=mesh, sequence_parallel=False)
-    (scaled,) = column_linear(x, [weight], group=mesh, fp8=Fp8("block"))
+    scaled: Tensor = column_linear(x, weight, group=mesh, fp8=Fp8("block"))
+    assert scaled.dim() == 2
     later, leaf = DeferredGrads(), weight.clone().requires_grad_()
     (kept,) = column_linear(x, [leaf], group=mesh, save_gathered="auto", deferred=later)
     torch.autograd.backward(kept.sum())
@@ -184,15 +185,15 @@ def shard(mesh: DeviceMesh) -> nn.Module:
 
 def plan_ahead(group: str, p: int) -> list[str]:
     """What will happen, room for it, and errors."""
-    flux.expect_graphs(group)
-    flux.reserve(group, max_m=64, max_n=64, max_k=64, dtype=torch.float32)
+    flux.expect_graphs(group=group)
+    flux.reserve(group=group, max_m=64, max_n=64, max_k=64, dtype=torch.float32)
     plan: flux.Plan = flux.explain("gemm_rs", 64, 64, 64, dtype=torch.float32, group=group)
     try:
-        flux.check(group)
+        flux.check(group=group)
     except flux.CommTimeoutError as error:
         lost: int = error.peer
         return [str(lost)]
-    flux.release(group)
+    flux.release(group=group)
     return [flux.__version__, str(plan.by_flux), plan.reason, plan.config_name]
 
 

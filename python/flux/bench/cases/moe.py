@@ -176,7 +176,7 @@ def check(problem: Problem, context: Context) -> str:
         options = {"out_dtype": want.dtype} if problem.scales else {}
         got = call_of(problem.op, inputs, **options)()
         results.append(compare(got[: len(want)].cpu(), want))
-    flux.check(context.group)
+    flux.check(group=context.group)
     return first_wrong(results)
 
 

@@ -62,7 +62,7 @@ def check(problem: Problem, context: Context) -> str:
     whole = same(problem.experts, 2 * columns, columns), same(problem.experts, columns, columns)
     got = _call(x, *_of_rank(*whole, problem, context), ids, weights, problem, context)
     want = reference.moe_mlp(x, ids, weights, *whole, _ACTIVATION)
-    flux.check(context.group)
+    flux.check(group=context.group)
     return agree({"result": got[: len(want)]}, {"result": want.to(got.dtype)})
 
 

@@ -22,7 +22,7 @@ DECODE_M = 256
 _MIN_WEIGHT_SETS = 3
 SUMMED_K = 32  # of the products that an all-reduce sums in checks
 # How x and weights are quantised, for each kind of scales.
-QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
+QUANTS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("group128", "block128")}
 
 
 class Scaled(NamedTuple):
@@ -177,7 +177,7 @@ def checked(problem: Problem, context: Context, judge: Callable[[Exact], str]) -
     """What `judge` says of each exact call, all of them in a row."""
     said = first_wrong([judge(exact) for exact in exact_calls(problem, context)])
     if context.group is not None:
-        flux.check(context.group)
+        flux.check(group=context.group)
     return said
 
 

@@ -62,7 +62,8 @@ def explained(
     if not context.cuda and torch.cuda.is_available():
         return None
     dtype = getattr(torch, FP8) if scales else context.dtype
-    return plan_dict(flux.explain(op, m, n, k, dtype=dtype, group=context.group, scales=scales))
+    op, norm = op.removesuffix("_norm"), op.endswith("_norm")
+    return plan_dict(flux.explain(op, m, n, k, dtype=dtype, group=context.group, norm=norm, scales=scales))
 
 
 def plan_dict(plan: Any) -> dict[str, Any]:

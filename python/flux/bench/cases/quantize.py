@@ -68,7 +68,7 @@ def _vllm(x: Tensor, quant: str) -> Callable[[], Any]:
         call = functools.partial(group.per_token_group_quant_fp8, x, 128, column_major_scales=True)
     else:
         ops = import_module("vllm._custom_ops")
-        call = functools.partial(ops.scaled_fp8_quant, x, use_per_token_if_dynamic=quant == "token")
+        call = functools.partial(ops.scaled_fp8_quant, x, use_per_token_if_dynamic=quant == "row")
     q, scale = call()
     off = (dequantized(q, scale) - x.double()).abs() > _OFF * x.double().abs() + 1e-3
     if bool(off.any()):

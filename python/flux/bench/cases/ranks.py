@@ -140,7 +140,7 @@ def check(problem: Problem, context: Context) -> str:
     case = AgGemmCase(*problem.local(context.tp), context.world_size, context.dtype, seed=CALLS)
     x = case.inputs(context.rank, context.device)[0]
     gathered = compare(flux.all_gather(x, group=context.group), case.gathered(context.device))
-    flux.check(context.group)
+    flux.check(group=context.group)
     return first_wrong([said, gathered])
 
 

@@ -18,7 +18,7 @@ except ImportError:
 
 # What fp8 layers quantise.
 DTYPES = OUT
-_SCALINGS: dict[str, Any] = {"tensorwise": "current", "blockwise": "block"}
+_SCALINGS: dict[str, Any] = {"tensorwise": "tensor", "blockwise": "block"}
 _GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 

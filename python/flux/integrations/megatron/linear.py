@@ -85,7 +85,7 @@ def prepare_capture(config: Any, group: Any) -> None:
     all workspaces are as large as it needs them.
     """
     if getattr(config, "cuda_graph_impl", "none") != "none":
-        expect_graphs(group)
+        expect_graphs(group=group)
 
 
 def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
@@ -217,15 +217,15 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
             return super()._forward_impl(input, weight, *args, **options)
         return column_linear(
             input,
-            [weight],
-            [options["bias"]],
+            weight,
+            options["bias"],
             group=options["tp_group"],
             sequence_parallel=options["sequence_parallel"],
             save_gathered=self.flux_saves_gathered,
             gradient_accumulation_fusion=collects(self, weight),
             deferred=self._deferred_for(weight),
             fp8=self._fp8(),
-        )[0]
+        )
 
 
 class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc]

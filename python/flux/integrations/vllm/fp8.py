@@ -92,7 +92,7 @@ def of_layer(layer: Any) -> Fp8 | str:
     of_x, of_w = config.activation_quant_key.scale, config.weight_quant_key.scale
     rows, columns = of_x.group_shape, of_w.group_shape
     if rows.is_per_tensor() or rows.is_per_token():
-        quant = "tensor" if rows.is_per_tensor() else "token"
+        quant = "tensor" if rows.is_per_tensor() else "row"
         fits = columns.is_per_tensor() or tuple(columns) == _PER_COLUMN
     else:
         quant, fits = "group128", tuple(rows) == (1, BLOCK) and tuple(columns) == (BLOCK, BLOCK)

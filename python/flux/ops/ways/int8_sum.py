@@ -56,7 +56,9 @@ def planned(plan: _AnyPlan, workspace: Workspace, rows: int, n: int) -> _AnyPlan
         area = _native.core.int8_scatter_bytes(min(rows, most), n, workspace.world_size)
         facts["exchange_bytes"] = round_up(area)
     reason = "contributions travel as int8"
-    return replace(plan, by_flux=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts)
+    return replace(
+        plan, by_flux=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts
+    )
 
 
 def _why_not(workspace: Workspace, rows: int, n: int) -> str | None:
