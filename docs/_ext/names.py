@@ -17,9 +17,7 @@ MODULES = (
     "flux.integrations.async_tp",
     "flux.integrations.dtensor",
     "flux.integrations.megatron",
-    "flux.integrations.sglang",
     "flux.integrations.transformers",
-    "flux.integrations.vllm",
 )
 Definition = ast.FunctionDef | ast.ClassDef
 

@@ -4,11 +4,16 @@ test_doc_examples.py.
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import flux
 from flux import _env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,3 +65,34 @@ def test_no_page_names_an_unknown_variable(page: Path) -> None:
 def test_examples_are_python(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         compile(block, str(page), "exec")
+
+
+def signatures(text: str) -> dict[str, str]:
+    """Functions and classes whose arguments a page lists, in blocks that are no program, and the arguments."""
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    listed = "\n".join(block for language, block in blocks if not language)
+    calls = re.findall(r"^(?:\w+ += +)?((?:flux\.)?[\w.]+)\(([^()]*)\)", listed, re.MULTILINE)
+    return {name: arguments for name, arguments in calls if hasattr(flux.layers, name) or "flux." in name}
+
+
+def taken(function: Callable[..., object]) -> list[tuple[str, object, object]]:
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_signatures_are_those_of_the_code(page: Path) -> None:
+    for name, arguments in signatures(page.read_text()).items():
+        told: dict[str, Any] = {"torch": torch}
+        exec(f"def function({arguments}): pass", told)
+        function = flux.layers
+        for part in name.split("."):
+            function = flux if part == "flux" else getattr(function, part)
+        assert taken(told["function"]) == taken(function), name
+
+
+def test_signatures_are_found() -> None:
+    found = {name for page in PAGES for name in signatures(page.read_text())}
+    assert found >= {"flux.gemm_rs", "flux.moe.route", "flux.moe.MoEMLP", "column_linear"}
+    text = "```\nout = flux.gemm(x, weight,\n          bias=None)\n```\n```python\nflux.gemm(x, w)\n```\n"
+    assert signatures(text) == {"flux.gemm": "x, weight,\n          bias=None"}

@@ -33,7 +33,6 @@ NO_ERRORS = {
     "flux.integrations.transformers.install",
     "flux.integrations.transformers.register",
     "flux.integrations.transformers.uninstall",
-    "flux.integrations.vllm.register",
     "flux.moe.Routing",
     "flux.moe.reference.moe_mlp",
     "flux.testing.RankFailure",

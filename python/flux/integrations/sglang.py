@@ -35,15 +35,6 @@ def register() -> None:
     Raises:
         ImportError: SGLang is missing, or has no plugins. SGLang logs the error and goes on without flux.
         ValueError: FLUX_SGLANG_ALL_REDUCE is neither on nor off. As above.
-
-    Example::
-
-        from flux.integrations import sglang
-
-        try:
-            sglang.register()
-        except ImportError:
-            pass  # SGLang is not installed
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

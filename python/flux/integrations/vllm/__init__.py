@@ -27,12 +27,6 @@ def register() -> None:
     with a vLLM that lacks something flux uses (required_names.py), with an unknown version that fails a test
     (smoke_test.py), or where another plugin has replaced these layers already. A setting that means nothing
     counts as not set. Raises nothing, and touches no GPU.
-
-    Example::
-
-        from flux.integrations import vllm
-
-        vllm.register()  # vLLM does this itself; without vLLM it only logs that flux is not used
     """
     mode = setting("FLUX_VLLM")
     with_moe = setting("FLUX_VLLM_MOE") == "auto"
