@@ -15,7 +15,7 @@ class CommTimeoutError(RuntimeError):
         op: name of the operation that waited.
         rank: rank of this process in the group.
         peer: rank, in the group, that did not deliver.
-        epoch: number of the call on this workspace that should have finished; 0: a meeting on the host.
+        epoch: number of the call on this workspace that should have finished; 0: a rendezvous on the host.
         seen: the last call of which this rank has seen anything from the peer (None: not known).
         tile: linear index of the tile that was waited for (None: the peer never came to the call).
         timeout_s: the deadline in seconds.

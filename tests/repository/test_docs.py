@@ -68,7 +68,7 @@ def test_examples_are_python(page: Path) -> None:
 
 
 def signatures(text: str) -> dict[str, str]:
-    """Functions and classes whose arguments a page lists, in blocks that are no program, and the arguments."""
+    """Functions and classes whose arguments a page lists, in blocks that are no program."""
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     listed = "\n".join(block for language, block in blocks if not language)
     calls = re.findall(r"^(?:\w+ += +)?((?:flux\.)?[\w.]+)\(([^()]*)\)", listed, re.MULTILINE)

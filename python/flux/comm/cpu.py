@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import shm
-from flux.comm.group import Meeting, why_fake
+from flux.comm.group import Rendezvous, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
     ON_ALL_RANKS,
@@ -47,11 +47,11 @@ class CpuWorkspace(Workspace):
         group: ProcessGroup,
         device: torch.device,
         op: str,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         turn: Any,
         facts: list[dict[str, Any]],
     ) -> None:
-        super().__init__(group, device, op, meeting, turn, facts)
+        super().__init__(group, device, op, rendezvous, turn, facts)
         self._epoch = 0
         self._told = b""  # facts of the current call, as published to the peers
         self._agreed = False  # whether all peers have begun the current call, and their facts are equal
@@ -65,7 +65,7 @@ class CpuWorkspace(Workspace):
                     raise
 
     @classmethod
-    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
         host, no_memory, fake = shm.host_id(), shm.why_not(), why_fake(group)
         alone = fake or no_memory or (None if host else "this process cannot tell which host it is on")
@@ -74,9 +74,9 @@ class CpuWorkspace(Workspace):
 
     @classmethod
     def meet(
-        cls, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting
+        cls, group: ProcessGroup, device: torch.device, op: str, rendezvous: Rendezvous
     ) -> list[dict[str, Any]]:
-        facts = super().meet(group, device, op, meeting)
+        facts = super().meet(group, device, op, rendezvous)
         shm.raise_if_any(op, [fact["error"] or "" for fact in facts], f". Mount a tmpfs there {shm.WAY_OUT}")
         return facts
 
@@ -91,7 +91,7 @@ class CpuWorkspace(Workspace):
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         try:
             memory = shm.SharedMemory(
-                HEADER_BYTES + signal_bytes + 2 * slot_bytes, self.rank, self._meeting, op
+                HEADER_BYTES + signal_bytes + 2 * slot_bytes, self.rank, self._rendezvous, op
             )
         except CommTimeoutError as error:
             self.failure = error

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import repeat, shm, symm_mem
-from flux.comm.group import Meeting, name_of, why_fake
+from flux.comm.group import Rendezvous, name_of, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
     NOTHING,
@@ -87,11 +87,11 @@ class CudaWorkspace(Workspace):
         group: ProcessGroup,
         device: torch.device,
         op: str,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         turn: Any,
         facts: list[dict[str, Any]],
     ) -> None:
-        super().__init__(group, device, op, meeting, turn, facts)
+        super().__init__(group, device, op, rendezvous, turn, facts)
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
@@ -121,7 +121,7 @@ class CudaWorkspace(Workspace):
         return f"stores to peers' symmetric memory (torch's {_env.get('FLUX_SYMM_BACKEND')} backend)"
 
     @classmethod
-    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
         return {

@@ -176,7 +176,7 @@ def _members(group: ProcessGroup) -> list[int]:
     return [ranks[member] for member in _parts[group].members]
 
 
-class Meeting:
+class Rendezvous:
     """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
 
     All ranks must make the exchanges in the same order. Keys contain the kind of workspace, and a number on
@@ -193,10 +193,10 @@ class Meeting:
         self._count = 0
 
     @classmethod
-    def of(cls, group: ProcessGroup, tag: str) -> Meeting:
-        """The meetings of a group. tag: distinguishes its workspaces."""
+    def of(cls, group: ProcessGroup, tag: str) -> Rendezvous:
+        """The rendezvous of a group. tag: distinguishes its workspaces."""
         if why_fake(group) is not None:
-            return _FakeMeeting(None, "", group.rank(), group.size())
+            return _FakeRendezvous(None, "", group.rank(), group.size())
         # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
         members = "-".join(str(r) for r in _members(group))
         base = f"flux/{tag}/{name_of(group)}/{members}"
@@ -204,7 +204,7 @@ class Meeting:
 
     @property
     def place(self) -> str:
-        """A prefix for keys, equal on all ranks, which no other meeting has. Known after begin()."""
+        """A prefix for keys, equal on all ranks, which no other rendezvous has. Known after begin()."""
         return self._prefix
 
     def begin(self, op: str) -> None:
@@ -310,7 +310,7 @@ class Meeting:
         return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s(), detail=detail)
 
 
-class _FakeMeeting(Meeting):
+class _FakeRendezvous(Rendezvous):
     """Of a fake group: there are no other ranks, and its store may store nothing."""
 
     def begin(self, op: str) -> None:
@@ -324,7 +324,7 @@ class _FakeMeeting(Meeting):
 
 
 def _patience_s() -> float:
-    """The deadline of a meeting. Of a malformed one ranks tell each other (Workspace.meet), and all raise."""
+    """The deadline of a rendezvous. Of a malformed one ranks tell each other (Workspace.meet), all raise."""
     try:
         return _env.timeout_s()
     except ValueError:
@@ -343,7 +343,7 @@ def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
             facts = json.loads(value)
     if not isinstance(facts, dict):
         raise RuntimeError(
-            f"flux.{op}: meeting: expected the facts of rank {peer}, a JSON object of at most "
+            f"flux.{op}: rendezvous: expected the facts of rank {peer}, a JSON object of at most "
             f"{_MAX_FACTS_BYTES} bytes, got {len(value)} bytes that begin with {value[:60]!r}"
         )
     return facts
@@ -357,7 +357,7 @@ def check_alike(op: str, facts: Sequence[dict[str, Any]], mine: dict[str, Any]) 
     """
     for rank, told in enumerate(facts):
         if problem := _unlike(told, mine):
-            raise RuntimeError(f"flux.{op}: meeting: rank {rank}: {problem}")
+            raise RuntimeError(f"flux.{op}: rendezvous: rank {rank}: {problem}")
 
 
 def _unlike(told: dict[str, Any], mine: dict[str, Any]) -> str | None:

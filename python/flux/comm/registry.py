@@ -17,7 +17,7 @@ from flux.comm import group as groups
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
-from flux.comm.group import Meeting
+from flux.comm.group import Rendezvous
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import of_nodes
 from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off, expecting_graphs
@@ -28,8 +28,8 @@ Key = tuple[ProcessGroup, torch.device]
 
 _workspaces: dict[Key, Workspace] = {}
 _turns: dict[Key, Any] = {}
-# First calls that failed after the ranks had met: their meeting, and the error if it was a timeout.
-_unfinished: dict[Key, tuple[Meeting, CommTimeoutError | None]] = {}
+# First calls that failed after the ranks had met: their rendezvous, and the error if it was a timeout.
+_unfinished: dict[Key, tuple[Rendezvous, CommTimeoutError | None]] = {}
 # Groups of the process from which this one was forked.
 _of_parent: set[ProcessGroup] = set()
 
@@ -79,20 +79,20 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     # Free workspaces before the interpreter destroys modules that the destructors of GPU memory need.
     atexit.unregister(_clear)
     atexit.register(_clear)
-    meeting = Meeting.of(group, device.type)
-    meeting.begin(op)
-    _unfinished[key] = (meeting, None)
+    rendezvous = Rendezvous.of(group, device.type)
+    rendezvous.begin(op)
+    _unfinished[key] = (rendezvous, None)
     its_turn.open()
     kind = CudaWorkspace if device.type == "cuda" else CpuWorkspace
     try:
-        facts = kind.meet(group, device, op, meeting)
+        facts = kind.meet(group, device, op, rendezvous)
         if of_nodes([fact["node"] for fact in facts])[0] is None:
-            workspace: Workspace = kind(group, device, op, meeting, its_turn, facts)
+            workspace: Workspace = kind(group, device, op, rendezvous, its_turn, facts)
         else:
-            workspace = _of_nodes(NodesWorkspace(group, device, op, meeting, its_turn, facts), op)
+            workspace = _of_nodes(NodesWorkspace(group, device, op, rendezvous, its_turn, facts), op)
         _workspaces[key] = workspace
     except CommTimeoutError as error:
-        _unfinished[key] = (meeting, error)
+        _unfinished[key] = (rendezvous, error)
         raise
     except ON_ALL_RANKS:
         del _unfinished[key]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from flux.comm.group import Meeting
+from flux.comm.group import Rendezvous
 from flux.errors import CommTimeoutError
 
 _DIRECTORY = Path("/dev/shm")
@@ -76,14 +76,14 @@ class SharedMemory:
         CommTimeoutError: a rank did not come, or gave up before another one came.
     """
 
-    def __init__(self, nbytes: int, rank: int, meeting: Meeting, op: str) -> None:
+    def __init__(self, nbytes: int, rank: int, rendezvous: Rendezvous, op: str) -> None:
         self.nbytes = nbytes
         self.views: list[torch.Tensor] = []
         names = [f"flux-{os.getpid()}-{secrets.token_hex(20)}"]
         try:
             try:
                 try:
-                    self._share(names, rank, meeting, op)
+                    self._share(names, rank, rendezvous, op)
                 finally:
                     _remove(names)
             finally:
@@ -94,7 +94,7 @@ class SharedMemory:
             self.views.clear()
             raise
 
-    def _share(self, names: list[str], rank: int, meeting: Meeting, op: str) -> None:
+    def _share(self, names: list[str], rank: int, rendezvous: Rendezvous, op: str) -> None:
         """Fills `views`. `names` holds this rank's name; the names of all ranks are added."""
         _remove_stale()
         error, full = "", False
@@ -103,7 +103,7 @@ class SharedMemory:
         except (OSError, OverflowError) as e:
             full = isinstance(e, OverflowError) or e.errno in _FULL
             error = f"{self.nbytes} bytes in {_DIRECTORY}, {_free()} free: {e}"
-        facts = meeting.exchange(op, {"name": names[0], "error": error, "full": full})
+        facts = rendezvous.exchange(op, {"name": names[0], "error": error, "full": full})
         told = [_name(fact.get("name")) for fact in facts]
         # Add the names of all ranks, because a peer that has died cannot remove its own.
         names.extend(name for name in told if name)
@@ -128,7 +128,7 @@ class SharedMemory:
                     gone = peer
                 except (OSError, ValueError) as e:
                     error = f"segment of rank {peer}: {e}"
-        facts = meeting.exchange(op, {"error": error, "gone": gone})
+        facts = rendezvous.exchange(op, {"error": error, "gone": gone})
         for finder, fact in enumerate(facts):
             # A segment is missing only if its rank has stopped waiting for the others and removed it.
             if isinstance(lost := fact.get("gone"), int):

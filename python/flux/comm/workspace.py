@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from flux import _env, _invariance, _native
 from flux._log import say_once
 from flux.comm import topology
-from flux.comm.group import Meeting, check_alike, name_of
+from flux.comm.group import Rendezvous, check_alike, name_of
 from flux.comm.shm import NoSharedMemory
 from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError
@@ -190,7 +190,7 @@ class Workspace(ABC):
 
     @classmethod
     def meet(
-        cls, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting
+        cls, group: ProcessGroup, device: torch.device, op: str, rendezvous: Rendezvous
     ) -> list[dict[str, Any]]:
         """What the ranks of a group tell each other first, in rank order: the facts by which workspaces are
         made.
@@ -202,7 +202,7 @@ class Workspace(ABC):
         told: dict[str, Any] = {"build": BUILD, "wrong": None}
         try:
             _env.check()
-            told |= cls.facts(group, device)
+            told |= cls.handshake(group, device)
             told |= {
                 "node": topology.node_id(),
                 "links": topology.links().to_tell(),
@@ -217,7 +217,7 @@ class Workspace(ABC):
             told["wrong"] = str(error)
         except Exception as error:
             cause, told["wrong"] = error, f"{type(error).__name__}: {error}"
-        facts = meeting.exchange(op, told)
+        facts = rendezvous.exchange(op, told)
         agreed(op, facts, "build", "flux")
         if wrong := [f"rank {rank}: {fact['wrong']}" for rank, fact in enumerate(facts) if fact.get("wrong")]:
             raise Disagreement(f"{op}: {'; '.join(wrong)}") from cause
@@ -229,7 +229,7 @@ class Workspace(ABC):
         group: ProcessGroup,
         device: torch.device,
         op: str,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         turn: Any,
         facts: list[dict[str, Any]],
     ) -> None:
@@ -245,7 +245,7 @@ class Workspace(ABC):
         self._plans_left_free: dict[int, tuple[dict[Any, Any], ...]] = {}
         self.failure: Exception | None = None
         self.turn = turn
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(device))
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
@@ -277,7 +277,7 @@ class Workspace(ABC):
 
     @classmethod
     @abstractmethod
-    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         """why_not, host, backend and num_sms of this rank; `copies` if it is False."""
 
     @abstractmethod
@@ -375,7 +375,7 @@ class Workspace(ABC):
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:
-            return self._meeting.exchange(op, facts)
+            return self._rendezvous.exchange(op, facts)
         except CommTimeoutError as error:
             self.failure = error
             if self.known is not None:
@@ -390,7 +390,7 @@ class Workspace(ABC):
 
     def release(self) -> None:
         """Waits until no rank uses the buffers; after a failure, only announces that this rank does not."""
-        self._meeting.leave("release", wait=self.failure is None and self.turn.broken_by is None)
+        self._rendezvous.leave("release", wait=self.failure is None and self.turn.broken_by is None)
 
 
 def broken_off(group: ProcessGroup, by: str) -> RuntimeError:

@@ -224,7 +224,7 @@ def _on_nodes(
         if not two_level.runs_fused(workspace, _OP, weight, of, plan):
             return two_level.mark_lost(of, in_parts(x, weight, routing, scales))
         workspace.inside("the layer inside the node")
-        made = _eager(x, weight, *of.arguments, of.crowd.size, of.name, *(scales or ()))
+        made = _eager(x, weight, *of.arguments, of.on_node.size, of.name, *(scales or ()))
         return two_level.bring_sums(workspace, of, made, routing.num_tokens)
 
 

@@ -232,8 +232,8 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
     workspace = registry.find(process_group(routing.group_name), device)
     if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, routing.ep_size):
-        crowd = two_level.Crowd.of_incoming(workspace, routing.max_tokens, routing.incoming)
-        shapes = two_level.shapes(shapes, crowd, k, routing.num_experts // routing.ep_size)
+        on_node = two_level.NodeTokens.of_incoming(workspace, routing.max_tokens, routing.incoming)
+        shapes = two_level.shapes(shapes, on_node, k, routing.num_experts // routing.ep_size)
     shapes = (*shapes, shapes[_POSITIONS])
     for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
         if tensor.shape != shape:
@@ -255,8 +255,8 @@ def _tokens(
     # One operator: while torch traces, nobody knows whether the group has several nodes.
     workspace = registry.find(process_group(name), rows.device)
     if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, ep_size):
-        crowd = two_level.Crowd.of_incoming(workspace, max_tokens, incoming)
-        return two_level.tokens_of_rows(crowd, rows, incoming)
+        on_node = two_level.NodeTokens.of_incoming(workspace, max_tokens, incoming)
+        return two_level.tokens_of_rows(on_node, rows, incoming)
     return reference.tokens_of_rows(rows, incoming)
 
 
@@ -349,8 +349,8 @@ def _shapes_with_shares(
         checks.fail(_OP, "max_node_tokens", expected, max_node_tokens)
     if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, ep_size):
         return flat
-    crowd = two_level.Crowd.of(workspace, max_tokens, max_node_tokens)
-    return two_level.shapes(flat, crowd, topk_ids.shape[1], num_experts // ep_size)
+    on_node = two_level.NodeTokens.of(workspace, max_tokens, max_node_tokens)
+    return two_level.shapes(flat, on_node, topk_ids.shape[1], num_experts // ep_size)
 
 
 def _eager(
@@ -421,17 +421,17 @@ def _on_nodes(
 ) -> list[torch.Tensor]:
     """Routing on several nodes: choices cross first, then each node routes the tokens of all."""
     num_experts, ep_size, max_tokens = sizes
-    crowd = two_level.Crowd.of(workspace, max_tokens, max_node_tokens)
+    on_node = two_level.NodeTokens.of(workspace, max_tokens, max_node_tokens)
     message = _message(topk_ids, topk_weights, num_experts, max_tokens)
     same: dict[str, float | str] = {"max_tokens": max_tokens, "max_node_tokens": str(max_node_tokens)}
-    most = 0 if message.is_cuda else two_level.overflow(message, crowd, num_experts, workspace.node)
+    most = 0 if message.is_cuda else two_level.overflow(message, on_node, num_experts, workspace.node)
     if most:
         same["tokens for another node"] = most
     plan = two_level.plan_route(workspace, _OP, workspace.world_size * max_tokens, num_experts, ep_size)
     with workspace.calling(plan, same):
         if most:
             checks.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
-        return two_level.route(workspace, message, (num_experts, ep_size), crowd, shapes, _eager)
+        return two_level.route(workspace, message, (num_experts, ep_size), on_node, shapes, _eager)
 
 
 def route_on_host(layout: Any, ids: torch.Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:

@@ -13,9 +13,9 @@ Routing tensors describe the node's ranks, in the shapes of the whole group; wha
     counts, received      of the ranks of the node, in front
     all others            of the node; its ranks have nodes * max_tokens tokens each, those of node 0 first
 
-With max_node_tokens, a rank of a node has `Crowd.size` tokens: a share of each node, then its own. `incoming`
-has further rows: for each node the place of each own token in its share, and the whole group's number of each
-of the node's tokens.
+With max_node_tokens, a rank of a node has `NodeTokens.size` tokens: a share of each node, then its own.
+`incoming` has further rows: for each node the place of each own token in its share, and the whole group's number
+of each of the node's tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OfNode = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Crowd:
+class NodeTokens:
     """The tokens that each rank of a node has: of its rail.
 
     Attributes:
@@ -66,7 +66,7 @@ class Crowd:
         return self.nodes * self.share + self.limit  # the share of the own node is empty
 
     @classmethod
-    def of(cls, workspace: NodesWorkspace, limit: int, max_node_tokens: int | None) -> Crowd:
+    def of(cls, workspace: NodesWorkspace, limit: int, max_node_tokens: int | None) -> NodeTokens:
         """Shares only where they make fewer tokens than all of them."""
         nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
         share = None if max_node_tokens is None else max(max_node_tokens, 1)
@@ -75,7 +75,7 @@ class Crowd:
         return cls(nodes, ranks, limit, share)
 
     @classmethod
-    def of_incoming(cls, workspace: NodesWorkspace, limit: int, incoming: Tensor) -> Crowd:
+    def of_incoming(cls, workspace: NodesWorkspace, limit: int, incoming: Tensor) -> NodeTokens:
         """That of a routing."""
         nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
         size = incoming.shape[1]
@@ -101,15 +101,15 @@ def bytes_sent(
 
 
 def shapes(
-    flat: tuple[tuple[int, ...], ...], crowd: Crowd, k: int, experts: int
+    flat: tuple[tuple[int, ...], ...], on_node: NodeTokens, k: int, experts: int
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of a routing's tensors, from those of the whole group: without shares they are the same."""
-    if crowd.share is None:
+    if on_node.share is None:
         return flat
-    rows = crowd.ranks * crowd.size * min(k, experts)
+    rows = on_node.ranks * on_node.size * min(k, experts)
     offsets, counts, _, positions, _, received, sent, _, _, count = flat
-    slices = (sent[0] // crowd.nodes, crowd.size)
-    incoming = (2 * crowd.ranks + crowd.nodes, crowd.size)
+    slices = (sent[0] // on_node.nodes, on_node.size)
+    incoming = (2 * on_node.ranks + on_node.nodes, on_node.size)
     tiles = (rows // BLOCK_M + experts, 4)
     return offsets, counts, (rows,), positions, incoming, received, slices, slices, tiles, count
 
@@ -118,7 +118,7 @@ def route(
     workspace: NodesWorkspace,
     message: Tensor,
     sizes: tuple[int, int],
-    crowd: Crowd,
+    on_node: NodeTokens,
     flat: tuple[tuple[int, ...], ...],
     of_node: OfNode,
 ) -> list[Tensor]:
@@ -130,15 +130,15 @@ def route(
         (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
     """
     k, (num_experts, ep_size) = message.shape[1] // 2, sizes
-    experts = num_experts // crowd.nodes
+    experts = num_experts // on_node.nodes
     places = None
-    if crowd.share is None:
-        crossed = message.new_empty(crowd.nodes, *message.shape)
+    if on_node.share is None:
+        crossed = message.new_empty(on_node.nodes, *message.shape)
         workspace.wait(workspace.rail.gather(message, crossed), "exchange 1 of 1, of routing")
         everybody = crossed.flatten(0, 1)
     else:
-        places = _places(message[:, k:].view(torch.int32), experts, crowd, workspace.node)
-        everybody = _cross_routing(workspace, message, places, crowd)
+        places = _places(message[:, k:].view(torch.int32), experts, on_node, workspace.node)
+        everybody = _cross_routing(workspace, message, places, on_node)
     ids = everybody[:, k : 2 * k].contiguous().view(torch.int32)
     first = workspace.node * experts
     here = (ids >= first) & (ids < first + experts)
@@ -148,55 +148,55 @@ def route(
         torch.where(here, ids - first, -1),
         everybody[:, :k].contiguous(),
         experts,
-        ep_size // crowd.nodes,
-        crowd.size,
+        ep_size // on_node.nodes,
+        on_node.size,
         name,
     )
     origin = None
-    if crowd.share is not None:
-        origin = _origins(workspace, everybody[:, 2 * k].contiguous().view(torch.int32), crowd)
-    return _to_group(tensors, crowd, origin, places, shapes(flat, crowd, k, num_experts // ep_size))
+    if on_node.share is not None:
+        origin = _origins(workspace, everybody[:, 2 * k].contiguous().view(torch.int32), on_node)
+    return _to_group(tensors, on_node, origin, places, shapes(flat, on_node, k, num_experts // ep_size))
 
 
-def _places(ids: Tensor, experts: int, crowd: Crowd, node: int) -> Tensor:
+def _places(ids: Tensor, experts: int, on_node: NodeTokens, node: int) -> Tensor:
     """int32 [nodes, tokens]: the place of each own token in the share of each node; -1 where it does not go,
     -2 where its share has no room for it.
     """
-    nodes = torch.arange(crowd.nodes, device=ids.device)
+    nodes = torch.arange(on_node.nodes, device=ids.device)
     needs = ((ids[:, :, None] >= 0) & (ids[:, :, None] // experts == nodes)).any(1).t()
     needs = needs & (nodes != node)[:, None]
     place = needs.cumsum(1) - 1
-    place = torch.where(place < (crowd.share or 0), place, -2)
+    place = torch.where(place < (on_node.share or 0), place, -2)
     return torch.where(needs, place, -1).int()
 
 
-def _tokens_of_places(places: Tensor, crowd: Crowd) -> Tensor:
+def _tokens_of_places(places: Tensor, on_node: NodeTokens) -> Tensor:
     """int64 [nodes, share]: which own token has each place, -1: none."""
-    share, limit = crowd.share or 0, places.shape[1]
+    share, limit = on_node.share or 0, places.shape[1]
     tokens = torch.arange(limit, device=places.device).expand(places.shape)
     # Those without a place are written to one that is dropped.
-    found = torch.full((crowd.nodes, share + 1), -1, dtype=torch.int64, device=places.device)
+    found = torch.full((on_node.nodes, share + 1), -1, dtype=torch.int64, device=places.device)
     return found.scatter_(1, torch.where(places >= 0, places, share).long(), tokens)[:, :share]
 
 
-def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, crowd: Crowd) -> Tensor:
-    """float32 [crowd.size, 2 k + 1] of the node's tokens: weights, experts' bits, and the bits of the token's
-    number on its rank.
+def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, on_node: NodeTokens) -> Tensor:
+    """float32 [on_node.size, 2 k + 1] of the node's tokens: weights, experts' bits, and the bits of the
+    token's number on its rank.
     """
     limit, columns = message.shape
     numbers = torch.arange(limit, dtype=torch.int32, device=message.device).view(torch.float32)
     told = torch.cat([message, numbers[:, None]], 1)
     nothing = told.new_zeros(columns + 1)
     nothing.view(torch.int32)[columns // 2 :] = -1
-    tokens = _tokens_of_places(places, crowd)
+    tokens = _tokens_of_places(places, on_node)
     # By their bits: a number's bits may be those of a NaN, which arithmetic need not keep.
     chosen = told.view(torch.int32)[tokens.clamp(min=0)]
     sent = torch.where((tokens >= 0)[..., None], chosen, nothing.view(torch.int32)).view(torch.float32)
-    everybody = told.new_empty(crowd.size, columns + 1)
-    shares = everybody[: crowd.nodes * tokens.shape[1]].view(sent.shape)
+    everybody = told.new_empty(on_node.size, columns + 1)
+    shares = everybody[: on_node.nodes * tokens.shape[1]].view(sent.shape)
     _swap_all(workspace, sent, shares, "exchange 1 of 1, of routing")
     shares[workspace.node] = nothing
-    everybody[crowd.nodes * tokens.shape[1] :] = told
+    everybody[on_node.nodes * tokens.shape[1] :] = told
     return everybody
 
 
@@ -204,49 +204,49 @@ def _swap_all(workspace: NodesWorkspace, send: Tensor, receive: Tensor, where: s
     workspace.wait(workspace.rail.alltoall(send, receive), where)
 
 
-def _origins(workspace: NodesWorkspace, numbers: Tensor, crowd: Crowd) -> Tensor:
-    """int32 [ranks, crowd.size]: for each of the node's tokens, rank * max_tokens + its number there, -1:
+def _origins(workspace: NodesWorkspace, numbers: Tensor, on_node: NodeTokens) -> Tensor:
+    """int32 [ranks, on_node.size]: for each of the node's tokens, rank * max_tokens + its number there, -1:
     there is none. Of the other ranks of the node too.
     """
-    share = crowd.share or 0
-    nodes = torch.arange(crowd.size, device=numbers.device) // max(share, 1)
-    nodes = torch.where(nodes < crowd.nodes, nodes, workspace.node)
-    nodes[crowd.nodes * share :] = workspace.node
-    ranks = nodes * crowd.ranks + workspace.local
-    mine = torch.where(numbers >= 0, ranks * crowd.limit + numbers, -1).int()
-    if crowd.ranks == 1:
+    share = on_node.share or 0
+    nodes = torch.arange(on_node.size, device=numbers.device) // max(share, 1)
+    nodes = torch.where(nodes < on_node.nodes, nodes, workspace.node)
+    nodes[on_node.nodes * share :] = workspace.node
+    ranks = nodes * on_node.ranks + workspace.local
+    mine = torch.where(numbers >= 0, ranks * on_node.limit + numbers, -1).int()
+    if on_node.ranks == 1:
         return mine[None]
     # Of whole vectors, which a gather inside the node needs; as floats, which it takes.
-    padded = torch.nn.functional.pad(mine, (0, -crowd.size % 4), value=-1).view(torch.float32)
+    padded = torch.nn.functional.pad(mine, (0, -on_node.size % 4), value=-1).view(torch.float32)
     workspace.inside("the gather of tokens' numbers inside the node")
     everybody = gather.call(padded[None], workspace.node_group)
-    return everybody.view(torch.int32)[:, : crowd.size].contiguous()
+    return everybody.view(torch.int32)[:, : on_node.size].contiguous()
 
 
 def _to_group(
     tensors: Sequence[Tensor],
-    crowd: Crowd,
+    on_node: NodeTokens,
     origin: Tensor | None,
     places: Tensor | None,
     wanted: tuple[tuple[int, ...], ...],
 ) -> list[Tensor]:
     """A node's routing tensors in the shapes of the whole group."""
     offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
-    nodes, ranks, k = crowd.nodes, crowd.ranks, positions.shape[-1]
+    nodes, ranks, k = on_node.nodes, on_node.ranks, positions.shape[-1]
     if origin is None or places is None:
-        by_rank = (ranks, nodes, crowd.limit, k)
+        by_rank = (ranks, nodes, on_node.limit, k)
         positions, weights = (
             each.view(by_rank).transpose(0, 1).reshape(wanted[3]) for each in (positions, weights)
         )
         incoming = incoming.view(wanted[4])
     else:
-        total = nodes * ranks * crowd.limit
+        total = nodes * ranks * on_node.limit
         target = torch.where(origin >= 0, origin, total).long().view(-1)
         of_all = positions.new_full((total + 1, k), -1)
         positions = of_all.index_copy(0, target, positions.view(-1, k))[:-1].view(wanted[3])
         none = weights.new_zeros(total + 1, k)
         weights = none.index_copy(0, target, weights.view(-1, k))[:-1].view(wanted[3])
-        room = crowd.size - places.shape[1]
+        room = on_node.size - places.shape[1]
         incoming = torch.cat([incoming, torch.nn.functional.pad(places, (0, room), value=-1), origin])
     found = [offsets, _in_front(counts, wanted[1]), rows, positions, incoming, _in_front(received, wanted[5])]
     return [*found, sent.view(wanted[6]), firsts.view(wanted[7]), tiles, count, weights]
@@ -263,7 +263,7 @@ class OfGroup:
     """A routing of the whole group, and the node's.
 
     Attributes:
-        crowd: the tokens of a rank of the node.
+        on_node: the tokens of a rank of the node.
         arguments: the node's tensors, num_experts, ep_size and max_tokens, as a layer takes them.
         name: of the node's group.
     """
@@ -273,28 +273,28 @@ class OfGroup:
     ) -> None:
         num_experts, ep_size, limit = sizes
         self._workspace = workspace
-        self.crowd = crowd = Crowd.of_incoming(workspace, limit, tensors[4])
+        self.on_node = on_node = NodeTokens.of_incoming(workspace, limit, tensors[4])
         self.name = groups.name_of(workspace.node_group)
         self.arguments = (
             self._of_node(tensors),
-            num_experts // crowd.nodes,
-            ep_size // crowd.nodes,
-            crowd.size,
+            num_experts // on_node.nodes,
+            ep_size // on_node.nodes,
+            on_node.size,
         )
 
     def _of_node(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
-        crowd = self.crowd
-        nodes, ranks, size, k = crowd.nodes, crowd.ranks, crowd.size, positions.shape[-1]
+        on_node = self.on_node
+        nodes, ranks, size, k = on_node.nodes, on_node.ranks, on_node.size, positions.shape[-1]
         self.places: Tensor | None = None
-        if crowd.share is None:
-            by_node = (nodes, ranks, crowd.limit, k)
+        if on_node.share is None:
+            by_node = (nodes, ranks, on_node.limit, k)
             positions, weights = (
                 each.view(by_node).transpose(0, 1).reshape(ranks, size, k) for each in (positions, weights)
             )
             incoming = incoming.view(ranks, size)
         else:
-            self.places = incoming[ranks : ranks + nodes, : crowd.limit]
+            self.places = incoming[ranks : ranks + nodes, : on_node.limit]
             origin = incoming[ranks + nodes :].long()
             there = (origin >= 0)[..., None]
             positions = torch.where(there, positions.view(-1, k)[origin.clamp(min=0)], -1)
@@ -308,27 +308,27 @@ class OfGroup:
         return [*found, tiles, count, weights]
 
 
-def tokens_of_rows(crowd: Crowd, rows: Tensor, incoming: Tensor) -> Tensor:
+def tokens_of_rows(on_node: NodeTokens, rows: Tensor, incoming: Tensor) -> Tensor:
     """rank * max_tokens + token of each row; for rows after the last one: any valid token."""
-    if crowd.share is not None:
-        origin = incoming[crowd.ranks + crowd.nodes :]
-        inside = reference.tokens_of_rows(rows, incoming[: crowd.ranks])
+    if on_node.share is not None:
+        origin = incoming[on_node.ranks + on_node.nodes :]
+        inside = reference.tokens_of_rows(rows, incoming[: on_node.ranks])
         return origin.reshape(-1).index_select(0, inside).clamp(min=0)
-    inside = reference.tokens_of_rows(rows, incoming.view(crowd.ranks, crowd.size))
-    local, token = inside // crowd.size, inside % crowd.size
-    return (token // crowd.limit * crowd.ranks + local) * crowd.limit + token % crowd.limit
+    inside = reference.tokens_of_rows(rows, incoming.view(on_node.ranks, on_node.size))
+    local, token = inside // on_node.size, inside % on_node.size
+    return (token // on_node.limit * on_node.ranks + local) * on_node.limit + token % on_node.limit
 
 
 def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
-    """x [tokens, H] of this rank -> the tokens of its rail that its node needs [crowd.size, H]."""
-    crowd = of.crowd
-    padded = torch.nn.functional.pad(x, (0, 0, 0, crowd.limit - x.shape[0]))
-    everybody = x.new_empty(crowd.size, x.shape[1])
+    """x [tokens, H] of this rank -> the tokens of its rail that its node needs [on_node.size, H]."""
+    on_node = of.on_node
+    padded = torch.nn.functional.pad(x, (0, 0, 0, on_node.limit - x.shape[0]))
+    everybody = x.new_empty(on_node.size, x.shape[1])
     if of.places is None:
-        crossing = workspace.rail.gather(padded.contiguous(), everybody.view(crowd.nodes, *padded.shape))
+        crossing = workspace.rail.gather(padded.contiguous(), everybody.view(on_node.nodes, *padded.shape))
         workspace.wait(crossing, "exchange 1 of 1, of tokens")
         return everybody
-    tokens = _tokens_of_places(of.places, crowd)
+    tokens = _tokens_of_places(of.places, on_node)
     count = tokens.numel()
     sent = padded[tokens.clamp(min=0)]
     _swap_all(workspace, sent, everybody[:count].view(sent.shape), "exchange 1 of 1, of tokens")
@@ -337,26 +337,26 @@ def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
 
 
 def bring_sums(workspace: NodesWorkspace, of: OfGroup, made: Tensor, num_tokens: int) -> Tensor:
-    """made [crowd.size, n], the node's sums of its tokens -> the sums over nodes of this rank's tokens
+    """made [on_node.size, n], the node's sums of its tokens -> the sums over nodes of this rank's tokens
     [tokens, n]. A token for which a share had no room becomes NaN.
     """
-    crowd, columns = of.crowd, made.shape[1]
+    on_node, columns = of.on_node, made.shape[1]
     out = made.new_empty(num_tokens, columns)
     if of.places is None:
-        whole = out if num_tokens == crowd.limit else made.new_empty(crowd.limit, columns)
-        sums = two_level.Sums(crowd.nodes, whole, ())
-        blocks = made.view(crowd.nodes, crowd.limit, columns)
+        whole = out if num_tokens == on_node.limit else made.new_empty(on_node.limit, columns)
+        sums = two_level.Sums(on_node.nodes, whole, ())
+        blocks = made.view(on_node.nodes, on_node.limit, columns)
         _swap_all(workspace, blocks, sums.parts, "exchange 1 of 1, of sums")
         sums.write()
         return out if whole is out else out.copy_(whole[:num_tokens])
-    share = crowd.share or 0
-    count = crowd.nodes * share
+    share = on_node.share or 0
+    count = on_node.nodes * share
     back = torch.empty_like(made)
-    shape = (crowd.nodes, share, columns)
+    shape = (on_node.nodes, share, columns)
     _swap_all(workspace, made[:count].view(shape), back[:count].view(shape), "exchange 1 of 1, of sums")
     back[count:] = made[count:]
     places = of.places[:, :num_tokens].long()
-    nodes = torch.arange(crowd.nodes, device=made.device)[:, None]
+    nodes = torch.arange(on_node.nodes, device=made.device)[:, None]
     own = count + torch.arange(num_tokens, device=made.device)
     rows = torch.where(places >= 0, nodes * share + places, -1)
     rows = torch.where(nodes == workspace.node, own, rows)
@@ -375,14 +375,14 @@ def mark_lost(of: OfGroup, out: Tensor) -> Tensor:
     return torch.where(lost[:, None], torch.nan, out)
 
 
-def overflow(message: Tensor, crowd: Crowd, num_experts: int, node: int) -> int:
+def overflow(message: Tensor, on_node: NodeTokens, num_experts: int, node: int) -> int:
     """On CPUs: the most tokens that this rank has for another node, where a share has no room; or 0."""
-    if crowd.share is None:
+    if on_node.share is None:
         return 0
     ids = message[:, message.shape[1] // 2 :].view(torch.int32)
-    places = _places(ids, num_experts // crowd.nodes, crowd, node)
+    places = _places(ids, num_experts // on_node.nodes, on_node, node)
     most = int((places != -1).sum(1).max()) if places.numel() else 0
-    return most if most > crowd.share else 0
+    return most if most > on_node.share else 0
 
 
 def check_max_node_tokens(value: int | None, limit: int) -> int | None:

@@ -24,7 +24,7 @@ from flux.plan.gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_
 
 
 class Echo:
-    """A meeting whose other rank says what this one says, from another GPU."""
+    """A rendezvous whose other rank says what this one says, from another GPU."""
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         return [facts, {**facts, "uuid": "B"} if "uuid" in facts else facts]
@@ -97,10 +97,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def make() -> CudaWorkspace:
     group: Any = Group(rank=lambda: 0, size=lambda: 2, group_name="g")
-    meeting: Any = Echo()
+    rendezvous: Any = Echo()
     device = torch.device("cuda", 0)
-    facts = CudaWorkspace.meet(group, device, "gemm_rs", meeting)
-    return CudaWorkspace(group, device, "gemm_rs", meeting, core.CallTurn(()), facts)
+    facts = CudaWorkspace.meet(group, device, "gemm_rs", rendezvous)
+    return CudaWorkspace(group, device, "gemm_rs", rendezvous, core.CallTurn(()), facts)
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> int:
@@ -374,7 +374,7 @@ def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> No
         told = (error.op, error.rank, error.peer, error.tile, error.epoch, error.seen)
         assert told == ("gemm_rs", 0, 1, 5, 42, 41)
     workspace.release()
-    assert workspace._meeting.left is False, "after a failure nobody is waited for"  # type: ignore[attr-defined]
+    assert workspace._rendezvous.left is False, "after a failure nobody is waited for"  # type: ignore[attr-defined]
 
 
 def test_a_failure_that_is_no_timeout_says_what_it_is(machine: Machine) -> None:

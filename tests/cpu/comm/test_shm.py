@@ -31,7 +31,7 @@ OWN = f"flux-{os.getpid()}-"
 
 
 class WithPeer:
-    """Meetings of rank 0 of two with a peer that the test plays: what the peer says each time."""
+    """Rendezvous of rank 0 of two with a peer that the test plays: what the peer says each time."""
 
     def __init__(self, *told: dict[str, Any]) -> None:
         self._told = iter(told)
@@ -46,8 +46,8 @@ def good_peer(name: Any = PEER) -> WithPeer:
     return WithPeer({"name": name, "error": "", "full": False}, {"error": ""})
 
 
-def meet(meeting: Any, nbytes: int = NBYTES) -> shm.SharedMemory:
-    return shm.SharedMemory(nbytes, 0, meeting, "gemm_rs")
+def meet(rendezvous: Any, nbytes: int = NBYTES) -> shm.SharedMemory:
+    return shm.SharedMemory(nbytes, 0, rendezvous, "gemm_rs")
 
 
 def make_segment(folder: Path, nbytes: int = NBYTES, mode: int = 0o600) -> Path:
@@ -103,9 +103,9 @@ def test_a_segment_is_private_and_its_name_cannot_be_guessed(
     try:
         for _ in range(8):
             make_segment(folder)
-            meeting = Watched({"name": PEER, "error": ""}, {"error": ""})
-            meet(meeting)
-            names.add(meeting.facts[0]["name"])
+            rendezvous = Watched({"name": PEER, "error": ""}, {"error": ""})
+            meet(rendezvous)
+            names.add(rendezvous.facts[0]["name"])
     finally:
         os.umask(before)
     assert len(names) == 8 and all(re.fullmatch(OWN + "[0-9a-f]{40}", name) for name in names)
@@ -151,31 +151,31 @@ def test_what_is_no_private_segment_is_refused(
 ) -> None:
     spoil(make_segment(folder))
     before = held(folder)
-    meeting = good_peer()
+    rendezvous = good_peer()
     with pytest.raises(shm.NoSharedMemory) as caught:
-        meet(meeting)
+        meet(rendezvous)
     message = str(caught.value)
     assert message.startswith("flux.gemm_rs: no shared memory: rank 0: segment of rank 1: ")
     assert expected in message and "\n" not in message
-    assert meeting.facts[1]["error"] in message, "the other ranks are told"
+    assert rendezvous.facts[1]["error"] in message, "the other ranks are told"
     assert held(folder) == before, "although the exception lives"
 
 
 def test_a_peer_that_has_given_up_meanwhile_did_not_come(folder: Path) -> None:
     """Its segment is gone, as this rank was stopped for longer than peers wait: ranks no longer agree."""
-    meeting = good_peer()
+    rendezvous = good_peer()
     with pytest.raises(CommTimeoutError) as caught:
-        meet(meeting)
+        meet(rendezvous)
     assert (caught.value.op, caught.value.rank, caught.value.peer) == ("gemm_rs", 0, 1)
     assert "removed its segment before rank 0 had opened it" in str(caught.value)
-    assert meeting.facts[1]["gone"] == 1, "those who are still there are told"
+    assert rendezvous.facts[1]["gone"] == 1, "those who are still there are told"
 
 
 def test_all_ranks_fail_alike_where_one_finds_a_segment_gone(folder: Path) -> None:
     make_segment(folder)
-    meeting = WithPeer({"name": PEER, "error": "", "full": False}, {"error": "", "gone": 0})
+    rendezvous = WithPeer({"name": PEER, "error": "", "full": False}, {"error": "", "gone": 0})
     with pytest.raises(CommTimeoutError) as caught:
-        meet(meeting)
+        meet(rendezvous)
     assert caught.value.peer == 0
 
 
@@ -345,8 +345,8 @@ def test_a_segment_that_was_swept_before_it_was_locked_is_not_used(
 # ---- all ranks ---------------------------------------------------------------------------------------------
 
 
-class Meetings:
-    """Meetings through the store of the test's ranks."""
+class OfStore:
+    """Rendezvous through the store of the test's ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._store = dist.distributed_c10d._get_default_store()
@@ -358,22 +358,22 @@ class Meetings:
         return [json.loads(self._store.get(f"{self._count}/{rank}")) for rank in range(self._world_size)]
 
 
-def share(rank: int, meetings: Any, nbytes: int) -> str:
+def share(rank: int, rendezvous: Any, nbytes: int) -> str:
     try:
-        memory = shm.SharedMemory(nbytes, rank, meetings, "ag_gemm")
+        memory = shm.SharedMemory(nbytes, rank, rendezvous, "ag_gemm")
     except shm.NoSharedMemory as error:
         return str(error)
     memory.views[(rank + 1) % 3][rank] = rank + 1
-    meetings.exchange("ag_gemm", {})
+    rendezvous.exchange("ag_gemm", {})
     assert int(memory.views[rank].sum()) == (rank + 2) % 3 + 1
     return "fine"
 
 
 def with_little_room(rank: int, world_size: int, limit: int) -> list[str]:
-    meetings = Meetings(rank, world_size)
+    rendezvous = OfStore(rank, world_size)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    said = [share(rank, meetings, nbytes) for nbytes in (limit, 2 * limit, 1 << 62, 1 << 70, limit)]
+    said = [share(rank, rendezvous, nbytes) for nbytes in (limit, 2 * limit, 1 << 62, 1 << 70, limit)]
     maps = Path("/proc/self/maps").read_text()
     return [*said, str(maps.count("/dev/shm/flux-")), str(list(Path("/dev/shm").glob(OWN + "*")))]
 
@@ -404,7 +404,7 @@ def with_open_segment(rank: int, world_size: int) -> str:
 
     if rank == 1:
         shm._create = open_to_all
-    return share(rank, Meetings(rank, world_size), NBYTES)
+    return share(rank, OfStore(rank, world_size), NBYTES)
 
 
 def test_all_ranks_are_told_of_a_segment_that_is_not_private() -> None:

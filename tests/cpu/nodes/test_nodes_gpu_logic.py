@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux._native import core
-from flux.comm.group import Meeting
+from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import NcclRail, NcclTransfer, Rail, shifts
 from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
@@ -378,11 +378,11 @@ class OnCpu:
             **{"tuning": files.to_tell(NO_FACTS), "links": Links().to_tell()},
         }
         everybody = [{**facts, "node": str(node)} for node in range(world_size)]
-        meeting, turn = Meeting.of(group, "cuda"), core.CallTurn(())
-        meeting.begin("gemm_rs")
+        rendezvous, turn = Rendezvous.of(group, "cuda"), core.CallTurn(())
+        rendezvous.begin("gemm_rs")
         files.local = lambda device: NO_FACTS
         device = torch.device("cuda", 0)
-        self.workspace = NodesWorkspace(group, device, "gemm_rs", meeting, turn, everybody)
+        self.workspace = NodesWorkspace(group, device, "gemm_rs", rendezvous, turn, everybody)
         self.workspace.join("gemm_rs", no_workspace, lambda group: None)
         self.call = Plan("gemm_rs", 8, 8, 8, torch.bfloat16, world_size, False, True, "", "")
 

@@ -78,18 +78,18 @@ def test_too_small_a_bound_on_all_ranks_alike() -> None:
 
 def test_tokens_without_room_become_nan() -> None:
     """What happens on GPUs, where the host does not look at the routing."""
-    crowd = two_level.Crowd(nodes=3, ranks=1, limit=5, share=1)
+    on_node = two_level.NodeTokens(nodes=3, ranks=1, limit=5, share=1)
     ids = torch.tensor([[2], [0], [3], [5], [4]], dtype=torch.int32)  # experts 2 and 3 are node 1's
-    places = two_level._places(ids, 2, crowd, node=0)
+    places = two_level._places(ids, 2, on_node, node=0)
     assert places.tolist() == [[-1] * 5, [0, -1, -2, -1, -1], [-1, -1, -1, 0, -2]]
-    assert two_level._tokens_of_places(places, crowd).tolist() == [[-1], [0], [3]]
+    assert two_level._tokens_of_places(places, on_node).tolist() == [[-1], [0], [3]]
 
     class Rail:
         def alltoall(self, send: torch.Tensor, receive: torch.Tensor) -> Any:
             receive.copy_(torch.tensor([[[torch.nan]], [[10.0]], [[20.0]]]))
 
     workspace: Any = SimpleNamespace(rail=Rail(), node=0, wait=lambda transfer, where: None)
-    of: Any = SimpleNamespace(crowd=crowd, places=places)
+    of: Any = SimpleNamespace(on_node=on_node, places=places)
     made = torch.cat([torch.zeros(3, 1), torch.arange(5.0)[:, None] + 1])
     out = two_level.bring_sums(workspace, of, made, 5).flatten()
     assert out[[0, 1, 3]].tolist() == [1 + 10.0, 2.0, 4 + 20.0]

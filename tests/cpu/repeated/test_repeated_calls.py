@@ -412,7 +412,7 @@ def test_a_workspace_that_grows_or_fails_forgets(
         def exchange(self, op: str, facts: object) -> None:
             raise flux.CommTimeoutError(op, 0, 1, 0, timeout_s=1)
 
-    workspace._meeting = Gone()  # type: ignore[assignment]
+    workspace._rendezvous = Gone()  # type: ignore[assignment]
     with pytest.raises(flux.CommTimeoutError):
         workspace._meet("gemm_rs", {})
     assert len(workspace.known) == 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux import _native
-from flux.comm.group import Meeting
+from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import MAX_IN_FLIGHT, Rail, RailError, Transfer
 from flux.comm.shm import NoSharedMemory, SharedMemory
 from flux.comm.workspace import round_up
@@ -34,13 +34,13 @@ class SymmetricRail(Rail):
 
     engine = "symmetric memory"
 
-    def __init__(self, meeting: Meeting, nodes: int, node: int, timeout_s: float, op: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, nodes: int, node: int, timeout_s: float, op: str) -> None:
         super().__init__(nodes, node)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._op = op
-        meeting.begin(op)
-        self._memory = _Memory(meeting, nodes, node, _FIRST_SLOT_BYTES, op)
+        rendezvous.begin(op)
+        self._memory = _Memory(rendezvous, nodes, node, _FIRST_SLOT_BYTES, op)
         self._closed = False
 
     def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
@@ -50,7 +50,7 @@ class SymmetricRail(Rail):
             # All ranks of the rail come here in the same swap. Transfers on their way keep the old memory.
             room = round_up(max(send.nbytes, 3 * self._memory.slot_bytes // 2))
             try:
-                self._memory = _Memory(self._meeting, self.nodes, self.node, room, self._op)
+                self._memory = _Memory(self._rendezvous, self.nodes, self.node, room, self._op)
             except CommTimeoutError as error:
                 raise RailError(error.peer, "it did not come to the rail") from error
             except NoSharedMemory as error:
@@ -66,12 +66,14 @@ class SymmetricRail(Rail):
 class _Memory:
     """The segments of a rail's ranks, and the puts and receipts counted in them."""
 
-    def __init__(self, meeting: Meeting, nodes: int, node: int, slot_bytes: int, op: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, nodes: int, node: int, slot_bytes: int, op: str) -> None:
         self.slot_bytes = slot_bytes
         self._nodes = nodes
         self._node = node
         self._first = round_up(2 * nodes * _WORD)
-        self._shared: Any = SharedMemory(self._first + nodes * MAX_IN_FLIGHT * slot_bytes, node, meeting, op)
+        self._shared: Any = SharedMemory(
+            self._first + nodes * MAX_IN_FLIGHT * slot_bytes, node, rendezvous, op
+        )
         self._puts = [0] * nodes
         self._expected = [0] * nodes
         self._coming: list[deque[_Receipt]] = [deque() for _ in range(nodes)]

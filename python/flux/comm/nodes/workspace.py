@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from flux import _env
 from flux.comm import group as groups
 from flux.comm import topology
-from flux.comm.group import Meeting
+from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import GlooRail, NcclRail, Rail, RailError, Transfer
 from flux.comm.nodes.symmetric import SymmetricRail
 from flux.comm.nodes.watch import Watch
@@ -71,7 +71,7 @@ class NodesWorkspace(Workspace):
         group: ProcessGroup,
         device: torch.device,
         op: str,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         turn: Any,
         facts: list[dict[str, Any]],
     ) -> None:
@@ -89,10 +89,10 @@ class NodesWorkspace(Workspace):
         self._place = Place(-1, "")
         self._calls = 0
         self._largest: dict[str, tuple[int, ...]] = {}  # m, n and k that calls of each operator have had
-        super().__init__(group, device, op, meeting, turn, facts)
+        super().__init__(group, device, op, rendezvous, turn, facts)
 
     @classmethod
-    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         raise NotImplementedError  # a rank does not know yet that there are several nodes
 
     @property
@@ -129,7 +129,7 @@ class NodesWorkspace(Workspace):
         """
         if self.why_not is not None:
             return
-        token = hashlib.sha256(self._meeting.place.encode()).hexdigest()[:16]
+        token = hashlib.sha256(self._rendezvous.place.encode()).hexdigest()[:16]
         name = f"nodes-{token}-{self.node}"
         self.node_group = groups.part_of(self.group, self.topology.node_ranks(self.node), name)
         self._release_inner = release
@@ -175,8 +175,8 @@ class NodesWorkspace(Workspace):
         if _env.get("FLUX_RAIL") == "symm":
             if self.device.type == "cuda":
                 raise RuntimeError("FLUX_RAIL=symm is for CPU tensors")
-            meeting = Meeting(store, prefix, self.node, nodes)
-            return SymmetricRail(meeting, nodes, self.node, self.timeout_s, op)
+            rendezvous = Rendezvous(store, prefix, self.node, nodes)
+            return SymmetricRail(rendezvous, nodes, self.node, self.timeout_s, op)
         kept: Any = _dist.PrefixStore(prefix, store)
         if self.device.type == "cuda":
             backend = NcclRail.make_backend(kept, nodes, self.node, self.timeout_s)
@@ -279,7 +279,7 @@ class NodesWorkspace(Workspace):
             peer = self.topology.rank_of(error.node, self.local)
             raise self._failed(op, peer, self._place.where, str(error)) from error
         except CommTimeoutError as error:
-            if error is self.failure:  # a meeting of the whole group
+            if error is self.failure:  # a rendezvous of the whole group
                 raise
             peer = self.topology.rank_of(self.node, error.peer)
             raise self._failed(op, peer, self._place.where, error.detail) from error
@@ -290,7 +290,7 @@ class NodesWorkspace(Workspace):
         """
         if isinstance(self.failure, CommTimeoutError):
             return self.failure
-        board = _Board(groups.store_of(self.group), self._meeting.place)
+        board = _Board(groups.store_of(self.group), self._rendezvous.place)
         if waits:
             board.write(self.rank, Place(peer, where))
         if self.rail is not None:
@@ -312,7 +312,7 @@ class NodesWorkspace(Workspace):
 
     def _someone_failed(self) -> int | None:
         """A rank that has given up, or None. Does not raise."""
-        return _Board(groups.store_of(self.group), self._meeting.place).first()
+        return _Board(groups.store_of(self.group), self._rendezvous.place).first()
 
     def _give_up(self, where: str) -> None:
         """What the watch of a GPU calls: a transfer is late, or another rank has given up."""
@@ -342,7 +342,7 @@ class NodesWorkspace(Workspace):
     def release(self) -> None:
         failed = self.failure is not None or self.turn.broken_by is not None
         try:
-            self._meeting.leave("release", wait=not failed)
+            self._rendezvous.leave("release", wait=not failed)
         finally:
             if self._watch is not None:
                 self._watch.stop()

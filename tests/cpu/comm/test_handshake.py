@@ -47,7 +47,9 @@ def test_what_is_no_json_object_of_bounded_size_is_refused(value: bytes) -> None
     with pytest.raises(RuntimeError) as caught:
         group_module._parse("gemm_rs", 3, value)
     message = str(caught.value)
-    assert message.startswith("flux.gemm_rs: meeting: expected the facts of rank 3, a JSON object of at most")
+    assert message.startswith(
+        "flux.gemm_rs: rendezvous: expected the facts of rank 3, a JSON object of at most"
+    )
     assert f"got {len(value)} bytes" in message and len(message) < 400
 
 
@@ -58,7 +60,7 @@ def test_facts_up_to_the_limit_arrive() -> None:
 
 
 def call_with_a_stranger_in_the_store(rank: int, world_size: int) -> str:
-    """Whatever key rank 1 writes in a meeting, rank 0 finds something else there."""
+    """Whatever key rank 1 writes in a rendezvous, rank 0 finds something else there."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         get_store = group_module._c10d._get_process_group_store
@@ -86,11 +88,11 @@ def call_with_a_stranger_in_the_store(rank: int, world_size: int) -> str:
 
 def test_a_stranger_in_the_store_is_an_error_on_all_ranks() -> None:
     for told in spawn(call_with_a_stranger_in_the_store, 2, backend="gloo"):
-        assert told.startswith("RuntimeError: flux.gemm_rs: meeting: expected the facts of rank 1"), told
+        assert told.startswith("RuntimeError: flux.gemm_rs: rendezvous: expected the facts of rank 1"), told
 
 
 class WithPeer:
-    """Meetings of rank 0 of two: rank 1 says the same but for one fact."""
+    """Rendezvous of rank 0 of two: rank 1 says the same but for one fact."""
 
     def __init__(self, *path: str, value: Any) -> None:
         self._path, self._value = path, value
@@ -120,7 +122,7 @@ def test_facts_of_other_types_are_refused_and_name_the_rank(value: Any) -> None:
         if type(value) is type(own) or (reason and (value is None or isinstance(value, str))):
             continue
         with pytest.raises(
-            RuntimeError, match=f"^flux.gemm_rs: meeting: rank 1: {': '.join(path)}: expected"
+            RuntimeError, match=f"^flux.gemm_rs: rendezvous: rank 1: {': '.join(path)}: expected"
         ):
             met(WithPeer(*path, value=value))
         tried += 1
