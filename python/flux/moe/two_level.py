@@ -14,8 +14,8 @@ Routing tensors describe the node's ranks, in the shapes of the whole group; wha
     all others            of the node; its ranks have nodes * max_tokens tokens each, those of node 0 first
 
 With max_node_tokens, a rank of a node has `NodeTokens.size` tokens: a share of each node, then its own.
-`incoming` has further rows: for each node the place of each own token in its share, and the whole group's number
-of each of the node's tokens.
+`incoming` has further rows: for each node the place of each own token in its share, and the whole group's
+number of each of the node's tokens.
 """
 
 from __future__ import annotations
