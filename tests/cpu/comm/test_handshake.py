@@ -136,7 +136,7 @@ FORBIDDEN = {"eval", "exec", "torch.load", "yaml.load", "os.system", "os.popen",
 COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 # What a caller and the ranks that it has started tell each other, over pipes that nobody else has.
 PIPES = {"testing/rank_process.py", "testing/spawn.py"}
-COMMANDS = {"bench/runner.py", "bench/cases/e2e.py", "cli/verify_cases.py"}
+COMMANDS = {"bench/runner.py", "cli/verify_cases.py"}
 
 
 def dangers(path: str, source: str) -> list[str]:

@@ -189,7 +189,7 @@ def rails_workspace() -> type[Workspace]:
     """A workspace that can be made without peers."""
 
     class Alone(Workspace):
-        facts = _allocate = _unreachable = calling = None  # type: ignore[assignment]
+        handshake = _allocate = _unreachable = calling = None  # type: ignore[assignment]
 
     return Alone
 
