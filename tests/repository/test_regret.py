@@ -47,9 +47,9 @@ def chosen(fact: Fact, tuning: Tuning) -> str:
     """The way that the plan takes on four or two H200s that have these measurements."""
     if fact.op.startswith("moe"):
         where = (fact.op, fact.ranks, fact.dtype, fact.m, fact.n, fact.k)
-        return "parts" if choose_parts(tuning, *where) else "fused"
+        return "parts" if choose_parts(tuning, *where) else "kernel"
     op, _ = _operands(fact)
-    return planned(op, problem_of(fact, tuning)).way if op in PLANNERS else "fused"
+    return planned(op, problem_of(fact, tuning)).way if op in PLANNERS else "kernel"
 
 
 def _operands(fact: Fact) -> tuple[str, Scaling | None]:
@@ -174,10 +174,10 @@ def test_no_row_of_moe_gemm_ar_and_ag_gemm_is_slower_than_unfused(facts: tuple[F
 
 
 def test_a_wrong_choice_is_seen() -> None:
-    fact = Fact("gemm_ar", 2, 2, 16, 4096, 2048, {"fused": 10.0, "torch": 5.0})
+    fact = Fact("gemm_ar", 2, 2, 16, 4096, 2048, {"kernel": 10.0, "torch": 5.0})
     (held,) = hold([fact], lambda _: NO_FACTS)
-    assert (held.way, held.best, held.regret) == ("fused", "torch", 2.0)
+    assert (held.way, held.best, held.regret) == ("kernel", "torch", 2.0)
     (held,) = hold([fact], lambda _: Tuning((fact,)))
     assert (held.way, held.regret) == ("torch", 1.0)
-    slower = replace(fact, us={"fused": 10.0, "torch": 9.9})
-    assert chosen(slower, Tuning((slower,))) == "fused"  # within the margin
+    slower = replace(fact, us={"kernel": 10.0, "torch": 9.9})
+    assert chosen(slower, Tuning((slower,))) == "kernel"  # within the margin

@@ -60,9 +60,9 @@ def work(rank: int, world_size: int, folder: Path, seed: int) -> dict[str, Any]:
             begin = time.monotonic()
             op = dice.choice(COLLECTIVES)
             if dice.random() < 0.08:
-                flux.release(group)
+                flux.release(group=group)
             if dice.random() < 0.08:
-                flux.reserve(group, max_m=dice.choice((64, 1024)), max_n=256, max_k=64)
+                flux.reserve(group=group, max_m=dice.choice((64, 1024)), max_n=256, max_k=64)
             call = Call(dice, dice.randrange(1000), group, sizes, (torch.bfloat16, torch.float32))
             assert (bad := wrong(call.make(op))) == [], bad
             told["calls"] += 1
