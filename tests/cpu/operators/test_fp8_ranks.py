@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
+from dense_calls import differs
 from effort import some
-from fp8_random import differs
 
 import flux
 from flux.fp8 import scales as fp8

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from dense_calls import differs, size
 from fp8_layouts import LAYOUTS
 from int8_model import data, model
 
@@ -70,13 +71,6 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return moved(result, "cpu")
 
 
-def differs(what: str, result: Tensor, expected: Tensor) -> str:
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{what}: {list(result.shape)} {result.dtype}, not {list(expected.shape)} {expected.dtype}"
-    wrong = int((result != expected).sum())
-    return f"{what}: {wrong} of {result.numel()} elements are wrong" if wrong else ""
-
-
 class Case:
     """One random call."""
 
@@ -85,9 +79,7 @@ class Case:
         self.dice = random.Random(number)
 
     def size(self, most: int) -> int:
-        """Mostly small, sometimes next to the edge of a tile or a block."""
-        edge = self.dice.choice((1, 127, 128, 129, 256, 257))
-        return min(most, self.dice.choice((self.dice.randint(1, 40), self.dice.randint(1, most), edge)))
+        return size(self.dice, most)
 
     def padded(self, size: int, multiple: int) -> int:
         """Mostly what the kernels take."""
