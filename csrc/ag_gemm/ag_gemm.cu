@@ -83,10 +83,4 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   if (copied && !reuse) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
 }
 
-void prepare() {
-  gemm::KernelTable<gemm::GemmFamily<GatherStore, false>>::on_current_device();
-  gemm::KernelTable<gemm::GemmFamily<ScaledGatherStore, true>>::on_current_device();
-  prepare_all_gather();
-}
-
 }  // namespace flux::ag_gemm

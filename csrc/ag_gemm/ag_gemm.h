@@ -44,10 +44,6 @@ struct CollectedScales {
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
              uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream);
 
-// Loads every kernel. Lazy loading would wait for a kernel that spins on a peer.
-void prepare();
-void prepare_all_gather();
-
 // Pushes this rank's rows to its peers by copy engines, without SMs; a signal follows each chunk. The copies go on a
 // stream of their own, after the work on `stream`, and must be enqueued before the launch that waits for the peers'
 // copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for the signals of

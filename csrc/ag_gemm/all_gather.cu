@@ -6,6 +6,7 @@
 #include "ag_gemm/push.cuh"
 #include "runtime/check.h"
 #include "runtime/copy_queue.h"
+#include "runtime/device.h"
 #include "runtime/launch.h"
 
 namespace flux::ag_gemm {
@@ -95,6 +96,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   sync::end_call(p.symm, call.epoch, p.reuse);
 }
 
+runtime::Kernels kernels([] { runtime::load(all_gather_kernel<false>, all_gather_kernel<true>); });
+
 // Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.
 enum class Rows { kToSend, kBegun, kHere };
 
@@ -153,11 +156,6 @@ void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runt
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
              uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream) {
   launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, scales, stream);
-}
-
-void prepare_all_gather() {
-  runtime::load(all_gather_kernel<false>);
-  runtime::load(all_gather_kernel<true>);
 }
 
 }  // namespace flux::ag_gemm

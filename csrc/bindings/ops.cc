@@ -299,21 +299,7 @@ void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epo
           });
 }
 
-void prepare_op() {
-  gemm::prepare();
-  gemm_rs::prepare();
-  ag_gemm::prepare();
-  gemm_ar::prepare();
-  gemm::prepare_quantize();
-  gemm::prepare_add_norm();
-  moe::prepare_route();
-  moe::prepare_grouped_gemm();
-  moe::prepare_grouped_wgrad();
-  moe::prepare_ag_scatter_gemm();
-  moe::prepare_gemm_gather_rs();
-  moe::prepare_combine();
-  moe::prepare_expert_rows();
-}
+void prepare_op() { runtime::Kernels::load_all(); }
 
 // ---- kept launches ---------------------------------------------------------------------------------------------
 

@@ -49,8 +49,8 @@ PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 template <bool kHolds>
 void add_call(py::class_<CallTurn>& type, const char* name, const char* doc) {
   static PyMethodDef method = {
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_in_turn<kHolds>)),
-      METH_FASTCALL, doc};
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_in_turn<kHolds>)), METH_FASTCALL,
+      doc};
   type.attr(name) = py::reinterpret_steal<py::object>(
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
 }
@@ -72,9 +72,10 @@ void bind_turn(py::module_& m) {
       .def_property_readonly("broken_by", &CallTurn::broken_by,
                              "Name of the exception that broke a call off, or None.")
       .def("forget", [](CallTurn& self) { self.forget(); }, "Forgets what broke a call off.");
-  add_call<false>(type, "call",
-                  "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made "
-                  "of others.");
+  add_call<false>(
+      type, "call",
+      "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made "
+      "of others.");
   add_call<true>(type, "hold",
                  "hold(fn, *args)\n--\n\nAs call, for a call and what comes after it: of that, only an "
                  "interrupt breaks the call off.");

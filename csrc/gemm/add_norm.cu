@@ -60,20 +60,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) add_and_norm(const __gri
   }
 }
 
+static runtime::Kernels kernels([] { runtime::load(add_and_norm<__nv_bfloat16>, add_and_norm<__half>); });
+
 void add_norm(const AddNorm& args, runtime::DType dtype, cudaStream_t stream) {
   FLUX_CHECK(args.rows > 0 && args.columns > 0, args.rows, args.columns);
   FLUX_CHECK(args.columns % Exchange::kVector == 0, args.columns);
-  prepare_add_norm();
+  kernels.load();
   const int num_sms = runtime::num_sms();
   const auto kernel = runtime::is_bfloat16(dtype) ? add_and_norm<__nv_bfloat16> : add_and_norm<__half>;
   runtime::Launch(std::min(args.rows, kCtasPerSm * num_sms), kThreads, kMemory, stream)
       .early_start(runtime::may_start_early(num_sms))
       .run(kernel, args);
-}
-
-void prepare_add_norm() {
-  static runtime::OncePerDevice once;
-  once([] { runtime::load(add_and_norm<__nv_bfloat16>, add_and_norm<__half>); });
 }
 
 }  // namespace flux::gemm

@@ -19,7 +19,4 @@ struct AddNorm {
 
 void add_norm(const AddNorm& args, runtime::DType dtype, cudaStream_t stream);
 
-// Loads every kernel of this file.
-void prepare_add_norm();
-
 }  // namespace flux::gemm

@@ -17,10 +17,4 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
                                                                 stream);
 }
 
-void prepare() {
-  prepare_kernels<LocalStore>();
-  prepare_kernels<SplitStore>();
-  prepare_swap_ab_kernels<LocalOutput>();
-}
-
 }  // namespace flux::gemm

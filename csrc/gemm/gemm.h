@@ -65,7 +65,4 @@ inline Problem problem_of(const GemmArgs& args, int num_sms) {
 // aligned.
 void gemm(const GemmArgs& args, cudaStream_t stream);
 
-// Loads every kernel of this file. Lazy loading would wait for a kernel that spins on a peer.
-void prepare();
-
 }  // namespace flux::gemm

@@ -127,6 +127,12 @@ __global__ void __launch_bounds__(kThreads) quantize_tensor(const __grid_constan
   for_each_vector(p, [&](int64_t at) { store<Element>(p, at, p.x[at], 1.0f / scale); });
 }
 
+runtime::Kernels kernels([] {
+  runtime::load(quantize_groups<__nv_bfloat16>, quantize_groups<__half>, quantize_areas<__nv_bfloat16>,
+                quantize_areas<__half>, largest_of_tensor<__nv_bfloat16>, largest_of_tensor<__half>,
+                quantize_tensor<__nv_bfloat16>, quantize_tensor<__half>);
+});
+
 using Kernel = void (*)(QuantizeParams);
 
 template <class Element>
@@ -149,7 +155,7 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
 // `threads`: as many as can be of use. CTAs that start early wait on their SMs. If those are not all the launch's own,
 // the kernel before it may wait for peers that need them.
 void launch(Kernel kernel, const QuantizeParams& params, int64_t threads, int num_sms, cudaStream_t stream) {
-  prepare_quantize();
+  kernels.load();
   const int64_t ctas =
       std::min((threads + kThreads - 1) / kThreads, static_cast<int64_t>(kCtasPerSm) * num_sms);
   runtime::Launch(static_cast<int>(ctas), kThreads, 0, stream)
@@ -190,15 +196,6 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
           ? params.rows * groups * kGroupVectors
           : params.rows / height * ceil_div(static_cast<int>(height), kBlockRows) * groups * kThreads;
   launch(kernel, params, threads, num_sms, stream);
-}
-
-void prepare_quantize() {
-  static runtime::OncePerDevice once;
-  once([] {
-    runtime::load(quantize_groups<__nv_bfloat16>, quantize_groups<__half>, quantize_areas<__nv_bfloat16>,
-                  quantize_areas<__half>, largest_of_tensor<__nv_bfloat16>, largest_of_tensor<__half>,
-                  quantize_tensor<__nv_bfloat16>, quantize_tensor<__half>);
-  });
 }
 
 }  // namespace flux::gemm

@@ -19,7 +19,4 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
 void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to, int num_sms,
                          cudaStream_t stream);
 
-// Loads every kernel of this file.
-void prepare_quantize();
-
 }  // namespace flux::gemm

@@ -60,19 +60,16 @@ void order_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_
   if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
 }
 
-void prepare_sum() {
-  static runtime::OncePerDevice once;
-  once([] {
-    runtime::load(sum_over_ranks<__nv_bfloat16>, sum_over_ranks<__half>);
-    for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
-      FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
-    }
-  });
-}
+runtime::Kernels kernels([] {
+  runtime::load(sum_over_ranks<__nv_bfloat16>, sum_over_ranks<__half>);
+  for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
+    FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
+  }
+});
 
 void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,
                 cudaStream_t stream) {
-  prepare_sum();
+  kernels.load();
   SumParams params = {exchange, matrix, exchange.exchange.n};
   params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
@@ -154,14 +151,6 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
              dtype, num_sms, stream);
   quantize_rest(out, dtype, extras.quantized, num_sms, stream);
-}
-
-void prepare() {
-  gemm::prepare_swap_ab_kernels<gemm::ExchangeOutput>();
-  gemm::prepare_kernels<ExchangeStore<false>>();
-  gemm::prepare_kernels<ExchangeStore<true>>();
-  prepare_sum();
-  prepare_int8();
 }
 
 }  // namespace flux::gemm_ar

@@ -34,9 +34,5 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
 void reduce_scatter_int8(const void* x, int64_t owner_stride, const runtime::Matrix& out,
                          runtime::DType dtype, const runtime::SymmBuffer& symm, int num_sms, bool rounds_own,
                          cudaStream_t stream);
-void prepare_int8();
-
-// Loads every kernel of this folder.
-void prepare();
 
 }  // namespace flux::gemm_ar

@@ -8,6 +8,10 @@
 
 namespace flux::gemm_ar {
 
+static runtime::Kernels kernels([] {
+  runtime::load(sum_int8_over_ranks<__nv_bfloat16>, sum_int8_over_ranks<__half>, sum_int8_over_ranks<float>);
+});
+
 void reduce_scatter_int8(const void* x, int64_t owner_stride, const runtime::Matrix& out,
                          runtime::DType dtype, const runtime::SymmBuffer& symm, int num_sms, bool rounds_own,
                          cudaStream_t stream) {
@@ -24,7 +28,7 @@ void reduce_scatter_int8(const void* x, int64_t owner_stride, const runtime::Mat
   const runtime::Int8Scatter scatter = {static_cast<int>(out.rows), static_cast<int>(out.columns),
                                         symm.world_size};
   FLUX_CHECK(scatter.bytes() <= symm.exchange_bytes, scatter.bytes(), symm.exchange_bytes);
-  prepare_int8();
+  kernels.load();
   const Int8SumParams params = {.symm = symm,
                                 .scatter = scatter,
                                 .x = static_cast<const char*>(x),
@@ -37,14 +41,6 @@ void reduce_scatter_int8(const void* x, int64_t owner_stride, const runtime::Mat
                   0, stream)
       .early_start(runtime::may_start_early(num_sms))
       .run(kernel, params);
-}
-
-void prepare_int8() {
-  static runtime::OncePerDevice once;
-  once([] {
-    runtime::load(sum_int8_over_ranks<__nv_bfloat16>, sum_int8_over_ranks<__half>,
-                  sum_int8_over_ranks<float>);
-  });
 }
 
 }  // namespace flux::gemm_ar

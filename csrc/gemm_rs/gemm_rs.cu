@@ -64,6 +64,4 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   if (copied) send_staged(symm, layout, chunks, transport, stream);
 }
 
-void prepare() { gemm::prepare_kernels<SlotStore>(); }
-
 }  // namespace flux::gemm_rs

@@ -23,6 +23,4 @@ struct Transport {
 void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool rounds_own, cudaStream_t stream);
 
-void prepare();
-
 }  // namespace flux::gemm_rs

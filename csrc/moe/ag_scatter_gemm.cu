@@ -39,9 +39,4 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
   launch_grouped_as<ScaledArrivingRows, true>(args, schedule, layout.expected_rows(), scaled, stream);
 }
 
-void prepare_ag_scatter_gemm() {
-  GroupedKernels<ArrivingRows, false>::on_current_device();
-  GroupedKernels<ScaledArrivingRows, true>::on_current_device();
-}
-
 }  // namespace flux::moe

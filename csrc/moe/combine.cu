@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+runtime::Kernels kernels([] { runtime::load(combine_kernel<__nv_bfloat16>, combine_kernel<__half>); });
+
 }  // namespace
 
 void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
@@ -61,7 +63,5 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
   runtime::Launch(ctas, kThreads, 0, stream)
       .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));
 }
-
-void prepare_combine() { runtime::load(combine_kernel<__nv_bfloat16>, combine_kernel<__half>); }
 
 }  // namespace flux::moe

@@ -242,6 +242,14 @@ void load_activation() {
                 activation_grad_kernel<__half, kActivation, true>);
 }
 
+runtime::Kernels kernels([] {
+  runtime::load(gather_rows_kernel<__nv_bfloat16>, gather_rows_kernel<__half>,
+                finish_rows_kernel<__nv_bfloat16>, finish_rows_kernel<__half>);
+  load_activation<Activation::kSilu>();
+  load_activation<Activation::kGelu>();
+  load_activation<Activation::kSwiglu>();
+});
+
 const uint4* vectors(const void* data) { return static_cast<const uint4*>(data); }
 uint4* vectors(void* data) { return static_cast<uint4*>(data); }
 
@@ -283,14 +291,6 @@ void finish_activation(const ExpertRows& rows, int activation, void* data, const
            activation_grad_kernel<__half, constant, true>, stream, vectors(std::as_const(data)),
            vectors(product.data), vectors(out), Finish{scores, vectors(data), dots});
   });
-}
-
-void prepare_expert_rows() {
-  runtime::load(gather_rows_kernel<__nv_bfloat16>, gather_rows_kernel<__half>,
-                finish_rows_kernel<__nv_bfloat16>, finish_rows_kernel<__half>);
-  load_activation<Activation::kSilu>();
-  load_activation<Activation::kGelu>();
-  load_activation<Activation::kSwiglu>();
 }
 
 }  // namespace flux::moe

@@ -44,9 +44,4 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                 combine.tiles_per_chunk);
 }
 
-void prepare_gemm_gather_rs() {
-  GroupedKernels<CombiningRows, false>::on_current_device();
-  GroupedKernels<CombiningRows, true>::on_current_device();
-}
-
 }  // namespace flux::moe

@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
   if (threadIdx.x == kScheduleThreads - 1) *num_tile_rows = ends[threadIdx.x];
 }
 
+runtime::Kernels kernels([] { runtime::load(schedule_kernel); });
+
 // Enqueues schedule_kernel. `words`: schedule_words(...) words of scratch memory, which hold the schedule.
 Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
                             cudaStream_t stream) {
@@ -70,13 +72,6 @@ void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   scaled.step = s.blocks ? 1 : s.x_step;
   scaled.stride = s.blocks ? s.x_stride : 0;
   launch_grouped_as<ScaledIndexedRows, true>(args, schedule, args.num_rows, scaled, stream);
-}
-
-void prepare_grouped_gemm() {
-  GroupedKernels<OrderedRows, false>::on_current_device();
-  GroupedKernels<OrderedRows, true>::on_current_device();
-  GroupedKernels<IndexedRows, false>::on_current_device();
-  GroupedKernels<ScaledIndexedRows, true>::on_current_device();
 }
 
 }  // namespace flux::moe

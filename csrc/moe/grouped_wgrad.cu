@@ -72,9 +72,4 @@ void grouped_wgrad(const GroupedWgradArgs& args, cudaStream_t stream) {
   args.adds ? launch<true>(args, stream) : launch<false>(args, stream);
 }
 
-void prepare_grouped_wgrad() {
-  wgrad_kernels<true>();
-  wgrad_kernels<false>();
-}
-
 }  // namespace flux::moe

@@ -145,13 +145,4 @@ struct CombineArgs {
 void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream);
 
-// Load the kernels. Lazy loading would wait for a kernel that spins on a peer.
-void prepare_route();
-void prepare_combine();
-void prepare_expert_rows();
-void prepare_grouped_gemm();
-void prepare_grouped_wgrad();
-void prepare_ag_scatter_gemm();
-void prepare_gemm_gather_rs();
-
 }  // namespace flux::moe

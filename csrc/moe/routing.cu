@@ -436,6 +436,13 @@ const Kernel kKernels[] = {
     kernel_for<kMostRouteThreads, 4>(),       kernel_for<kMostRouteThreads, 8>(),
 };
 
+runtime::Kernels kernels([] {
+  for (const Kernel& kernel : kKernels) {
+    FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         kernel.smem_bytes(max_route_experts(kernel.threads))));
+  }
+});
+
 }  // namespace
 
 void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
@@ -446,7 +453,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   const bool exchanges = layout.world_size > 1 && layout.max_tokens > 0;
   FLUX_CHECK(!exchanges || symm != nullptr, layout.world_size);
   if (exchanges) FLUX_CHECK(route_exchange_bytes(layout) <= symm->exchange_bytes, symm->exchange_bytes);
-  prepare_route();
+  kernels.load();
   // Words of the histograms. `needed` follows at an even word, because its pairs of words are read as one.
   const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * layout.local_experts();
   const int experts = layout.local_experts();
@@ -474,16 +481,6 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   runtime::Launch(route_ctas(layout), threads, kernel->smem_bytes(layout.local_experts()), stream)
       .cooperative()
       .run(kernel->function, params);
-}
-
-void prepare_route() {
-  static runtime::OncePerDevice once;
-  once([] {
-    for (const Kernel& kernel : kKernels) {
-      FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           kernel.smem_bytes(max_route_experts(kernel.threads))));
-    }
-  });
 }
 
 }  // namespace flux::moe

@@ -37,4 +37,22 @@ class OncePerDevice {
   std::atomic<bool> done_[kMaxDevices] = {};
 };
 
+// The kernels of a file, and how they are loaded on a device. A static object. A call that waits for peers loads all
+// there are before: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
+class Kernels {
+ public:
+  explicit Kernels(void (*load)()) : load_(load), next_(newest_) { newest_ = this; }
+  Kernels(const Kernels&) = delete;
+  void load() { once_(load_); }
+  static void load_all() {
+    for (Kernels* each = newest_; each != nullptr; each = each->next_) each->load();
+  }
+
+ private:
+  static inline Kernels* newest_ = nullptr;
+  void (*const load_)();
+  Kernels* const next_;
+  OncePerDevice once_;
+};
+
 }  // namespace flux::runtime

@@ -7,9 +7,8 @@
 
 namespace flux::runtime {
 
-// Loads kernels now: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
-template <class... Kernels>
-void load(Kernels*... kernels) {
+template <class... Functions>
+void load(Functions*... kernels) {
   cudaFuncAttributes unused;
   for (const cudaError_t status : {cudaFuncGetAttributes(&unused, kernels)...}) FLUX_CUDA_CHECK(status);
 }

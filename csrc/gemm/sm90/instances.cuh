@@ -9,11 +9,18 @@
 namespace flux::gemm {
 
 template <class Family>
-KernelTable<Family>& KernelTable<Family>::on_current_device() {
+KernelTable<Family>& KernelTable<Family>::table() {
   static KernelTable table{std::make_integer_sequence<int, Family::kTiles>()};
-  static runtime::OncePerDevice once;
-  once([] { table.raise_limits(); });
   return table;
+}
+
+template <class Family>
+runtime::Kernels KernelTable<Family>::loaded_([] { table().raise_limits(); });
+
+template <class Family>
+KernelTable<Family>& KernelTable<Family>::on_current_device() {
+  loaded_.load();
+  return table();
 }
 
 }  // namespace flux::gemm

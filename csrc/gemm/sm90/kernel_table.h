@@ -29,8 +29,8 @@ class KernelTable {
  public:
   using Kernel = void (*)(typename Family::Params);
 
-  // Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
-  // Defined in instances.cuh: what calls it does not compile the kernels.
+  // With its kernels loaded, and their shared-memory limits raised. Defined in instances.cuh: what calls it does not
+  // compile the kernels.
   static KernelTable& on_current_device();
 
   // dtype: of the result. Results in fp32, if there are any, come from the kernels for bf16.
@@ -57,6 +57,8 @@ class KernelTable {
 
  private:
   static constexpr int kMaxClusterSize = 8;
+  static KernelTable& table();
+  static runtime::Kernels loaded_;
 
   template <int... kTile>
   explicit KernelTable(std::integer_sequence<int, kTile...>) {

@@ -39,12 +39,6 @@ struct GemmFamily {
   }
 };
 
-template <class Store>
-void prepare_kernels() {
-  KernelTable<GemmFamily<Store, false>>::on_current_device();
-  KernelTable<GemmFamily<Store, true>>::on_current_device();
-}
-
 // The tile order of a GEMM whose tiles stay here: all rows belong to one shard.
 inline TileOrder plain_order(const GemmArgs& args, const Choice& choice) {
   TileOrder order = {ceil_div(args.m(), kBlockM), ceil_div(args.n(), kTileConfigs[choice.config].block_n)};

@@ -33,12 +33,6 @@ struct SwapAbFamily {
   }
 };
 
-template <class Output>
-void prepare_swap_ab_kernels() {
-  KernelTable<SwapAbFamily<Output, false>>::on_current_device();
-  KernelTable<SwapAbFamily<Output, true>>::on_current_device();
-}
-
 template <class Output, bool kFp8>
 void launch_swap_ab_as(const GemmArgs& args, const Choice& choice, int num_sms,
                        const typename Output::Params& output, cudaStream_t stream) {
