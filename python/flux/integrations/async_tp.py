@@ -202,24 +202,28 @@ def _all_gather_matmul(
     """all_gather(a_shard, gather_dim) and its product with every b [k, n]; None for the former if not asked
     for.
     """
-    m = _world_size(group_name) * math.prod(a_shard.shape[:-1])
-    if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, m, group_name):
+    if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, group_name):
         answer: tuple[torch.Tensor | None, list[torch.Tensor]] = torchs.call_boxed(
             keys, a_shard, bs, gather_dim, group_name, return_A=return_A
         )
         return answer
+    return _gathered(a_shard, bs, gather_dim, group_name, return_A)
+
+
+def _gathered(
+    x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, group_name: str, return_x: bool, **scaling: Any
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """flux.ag_gemm of rows in dimension `dim`: what was gathered, if it is to be returned, and products."""
     weights, transposed = _as_weights(bs)
-    x = a_shard.movedim(gather_dim, 0)
+    how: dict[str, Any] = {"group": group_name, "transpose_weight": transposed, **scaling}
     gathered: torch.Tensor | None = None
     with torch.no_grad():
-        if return_A:
-            products, gathered = flux.ag_gemm(
-                x, weights, group=group_name, transpose_weight=transposed, return_gathered=True
-            )
-            gathered = gathered.movedim(0, gather_dim)
+        if return_x:
+            products, gathered, *_ = flux.ag_gemm(x.movedim(dim, 0), weights, return_gathered=True, **how)
+            gathered = gathered.movedim(0, dim)
         else:
-            products = flux.ag_gemm(x, weights, group=group_name, transpose_weight=transposed)
-    return gathered, [product.movedim(0, gather_dim) for product in products]
+            products = flux.ag_gemm(x.movedim(dim, 0), weights, **how)
+    return gathered, [product.movedim(0, dim) for product in products]
 
 
 def _matmul_reduce_scatter(
@@ -232,17 +236,24 @@ def _matmul_reduce_scatter(
     group_name: str,
 ) -> torch.Tensor:
     """reduce_scatter(a · b, scatter_dim), contiguous."""
-    m = math.prod(a.shape[:-1])
     known_op = reduce_op in ("sum", "avg")  # torch raises an error for other reductions
-    if not known_op or not _runs_fused("gemm_rs", a, [b], scatter_dim, m, group_name):
+    if not known_op or not _runs_fused("gemm_rs", a, [b], scatter_dim, group_name):
         answer: torch.Tensor = torchs.call_boxed(keys, a, b, reduce_op, scatter_dim, group_name)
         return answer
+    return _scattered(a, b, scatter_dim, group_name, reduce_op)
+
+
+def _scattered(
+    x: torch.Tensor, b: torch.Tensor, dim: int, group_name: str, reduce_op: str, **scaling: Any
+) -> torch.Tensor:
+    """flux.gemm_rs of rows in dimension `dim`, contiguous."""
     (weight,), transposed = _as_weights([b])
+    how: dict[str, Any] = {"group": group_name, "transpose_weight": transposed, **scaling}
     with torch.no_grad():
-        total = flux.gemm_rs(a.movedim(scatter_dim, 0), weight, group=group_name, transpose_weight=transposed)
+        total = flux.gemm_rs(x.movedim(dim, 0), weight, **how)
         if reduce_op == "avg":
             total /= _world_size(group_name)
-    return total.movedim(0, scatter_dim).contiguous()
+    return total.movedim(0, dim).contiguous()
 
 
 def _all_gather_scaled_matmul(
@@ -258,19 +269,16 @@ def _all_gather_scaled_matmul(
     result_scales: Sequence[torch.Tensor | None],
     out_dtypes: Sequence[Any],
     use_fast_accum: Sequence[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """As _all_gather_matmul, of fp8 operands; a_scale is one number, or one for each row of this rank or of
     all ranks.
     """
-    m, dtypes = _world_size(group_name) * math.prod(a_shard.shape[:-1]), _dtypes(out_dtypes)
-    fast = all(use_fast_accum)
+    dtypes, fast = _dtypes(out_dtypes), all(use_fast_accum)
     why_not = _unscalable(a_shard, result_scales, dtypes, biases)
-    if why_not is not None or not _runs_fused(
-        "ag_gemm", a_shard, bs, gather_dim, m, group_name, Scaling("row", dtypes[0], fast)
-    ):
-        _say("ag_gemm", why_not)
+    scaling = Scaling("row", dtypes[0], fast)
+    if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, group_name, scaling, why_not):
         given = (a_shard, bs, a_scale, b_scales, gather_dim, group_name, biases, result_scales)
-        answer: tuple[torch.Tensor, list[torch.Tensor]] = torchs.call_boxed(
+        answer: tuple[torch.Tensor | None, list[torch.Tensor]] = torchs.call_boxed(
             keys, *given, out_dtypes, use_fast_accum
         )
         return answer
@@ -280,21 +288,14 @@ def _all_gather_scaled_matmul(
             rank = _c10d._resolve_process_group(group_name).rank()
             a_scale = a_scale.narrow(gather_dim, rank * rows, rows)
         a_scale = a_scale.movedim(gather_dim, 0)
-    weights, transposed = _as_weights(bs)
-    with torch.no_grad():
-        products, gathered, _ = flux.ag_gemm(
-            a_shard.movedim(gather_dim, 0),
-            weights,
-            list(biases),
-            group=group_name,
-            transpose_weight=transposed,
-            return_gathered=True,
-            scale_x=a_scale,
-            scale_w=[scale.reshape(-1) for scale in b_scales],
-            out_dtype=dtypes[0],
-            accumulate="fast" if fast else "promoted",
-        )
-    return gathered.movedim(0, gather_dim), [product.movedim(0, gather_dim) for product in products]
+    return _gathered(
+        *(a_shard, bs, gather_dim, group_name, True),
+        bias=list(biases),
+        scale_x=a_scale,
+        scale_w=[scale.reshape(-1) for scale in b_scales],
+        out_dtype=dtypes[0],
+        accumulate="fast" if fast else "promoted",
+    )
 
 
 def _scaled_matmul_reduce_scatter(
@@ -317,7 +318,7 @@ def _scaled_matmul_reduce_scatter(
     """As _matmul_reduce_scatter, of fp8 operands; `output_shape` is that of the product, whose leading
     dimensions may be one in `a`.
     """
-    (dtype,), m = _dtypes([out_dtype]), math.prod(a.shape[:-1])
+    (dtype,) = _dtypes([out_dtype])
     leading = a.shape[:-1] if output_shape is None else torch.Size(output_shape[:-1])
     rows = a.flatten(0, -2).view(*leading, a.shape[-1])
     why_not = _unscalable(a, [result_scale], [dtype], [])
@@ -325,10 +326,8 @@ def _scaled_matmul_reduce_scatter(
         why_not = "torch adds a bias on every rank"
     if reduce_op not in ("sum", "avg"):
         why_not = f"reductions by {reduce_op}"
-    if why_not is not None or not _runs_fused(
-        "gemm_rs", rows, [b], orig_scatter_dim, m, group_name, Scaling("row", dtype, use_fast_accum)
-    ):
-        _say("gemm_rs", why_not)
+    scaling = Scaling("row", dtype, use_fast_accum)
+    if not _runs_fused("gemm_rs", rows, [b], orig_scatter_dim, group_name, scaling, why_not):
         dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
         answer: torch.Tensor = torchs.call_boxed(
             *(keys, a, b, a_scale, b_scale, reduce_op, *dims, group_name, output_shape),
@@ -337,21 +336,13 @@ def _scaled_matmul_reduce_scatter(
         return answer
     if a_scale.numel() > 1:
         a_scale = a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0)
-    (weight,), transposed = _as_weights([b])
-    with torch.no_grad():
-        total = flux.gemm_rs(
-            rows.movedim(orig_scatter_dim, 0),
-            weight,
-            group=group_name,
-            transpose_weight=transposed,
-            scale_x=a_scale,
-            scale_w=b_scale.reshape(-1),
-            out_dtype=dtype,
-            accumulate="fast" if use_fast_accum else "promoted",
-        )
-        if reduce_op == "avg":
-            total /= _world_size(group_name)
-    return total.movedim(0, orig_scatter_dim).contiguous()
+    return _scattered(
+        *(rows, b, orig_scatter_dim, group_name, reduce_op),
+        scale_x=a_scale,
+        scale_w=b_scale.reshape(-1),
+        out_dtype=dtype,
+        accumulate="fast" if use_fast_accum else "promoted",
+    )
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -383,11 +374,6 @@ def _unscalable(
     return None if a.dtype in FP8 else f"x is of {a.dtype}"
 
 
-def _say(op: str, why_not: str | None) -> None:
-    if why_not is not None:
-        say_once(f"async_tp: {op} goes through torch: {why_not}")
-
-
 def _world_size(group_name: str) -> int:
     size: int = _c10d._get_group_size_by_name(group_name)
     return size
@@ -409,31 +395,28 @@ def _runs_fused(
     x: torch.Tensor,
     bs: Sequence[torch.Tensor],
     dim: int,
-    m: int,
     group_name: str,
     scaling: Scaling | None = None,
+    why_not: str | None = None,
 ) -> bool:
-    """Whether flux runs a call fused. Depends only on facts that are equal on all ranks.
+    """Whether flux runs a call fused; if not, the log says why. Depends only on facts that are equal on all
+    ranks.
 
     Args:
         dim: the dimension of x that is gathered or scattered.
-        m: rows of all ranks.
+        why_not: it does not, in any case.
     """
-    why_not = _why_not(op, x, bs, dim, m, group_name, scaling)
-    _say(op, why_not)
+    why_not = why_not or _why_not(op, x, bs, dim, group_name, scaling)
+    if why_not is not None:
+        say_once(f"async_tp: {op} goes through torch: {why_not}")
     return why_not is None
 
 
 def _why_not(
-    op: str,
-    x: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    dim: int,
-    m: int,
-    group_name: str,
-    scaling: Scaling | None,
+    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, group_name: str, scaling: Scaling | None
 ) -> str | None:
-    if _world_size(group_name) == 1:
+    ranks = _world_size(group_name)
+    if ranks == 1:
         return "the group has one rank"
     if not 0 <= dim < x.dim() - 1:
         return f"dimension {dim} of {x.dim()} does not count rows"
@@ -443,6 +426,7 @@ def _why_not(
     if x.is_cpu:
         return None  # torch's implementation is no faster there
     how = (transposed,) if scaling is None else (False, scaling)
+    m = math.prod(x.shape[:-1]) * (ranks if op == "ag_gemm" else 1)
     for b in bs:
         reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, *how)
         if reason is not None:

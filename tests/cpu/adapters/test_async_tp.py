@@ -424,15 +424,15 @@ def test_what_flux_does_not_fuse_says_so_once(caplog: pytest.LogCaptureFixture) 
     sizes = mock.patch.object(async_tp, "_world_size", side_effect=[1, 1, 2, 2, 2, 2])
     with caplog.at_level(logging.WARNING, "flux"), sizes:
         for _ in range(2):
-            assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
+            assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, "tp")
         with mock.patch.object(async_tp, "why_unfused", return_value=reason):
             for _ in range(2):
-                assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
+                assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, "tp")
         with mock.patch.object(async_tp, "why_unfused", side_effect=[None, reason]):
             bs = [torch.ones(16, 8), torch.ones(16, 3)]
-            assert not async_tp._runs_fused("ag_gemm", x, bs, 0, 16, "tp")
+            assert not async_tp._runs_fused("ag_gemm", x, bs, 0, "tp")
         with mock.patch.object(async_tp, "why_unfused", return_value=None) as why:
-            assert async_tp._runs_fused("ag_gemm", x, [torch.ones(16, 8)], 0, 16, "tp")
+            assert async_tp._runs_fused("ag_gemm", x, [torch.ones(16, 8)], 0, "tp")
             why.assert_called_once_with("ag_gemm", 16, 8, 16, torch.float32, x.device, "tp", True)
     assert [record.message for record in caplog.records] == [
         "async_tp: gemm_rs goes through torch: the group has one rank",

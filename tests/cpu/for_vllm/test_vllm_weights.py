@@ -58,8 +58,8 @@ CALLS = {
     "linear_all_reduce, fp8": lambda w, b: op.linear_all_reduce(
         X, w, b, 1, "g", "v", *OF_FP8.values(), torch.bfloat16
     ),
-    "linear_all_reduce_norm": lambda w, b: op._run_norm(X, w, b, RESIDUAL, NORM, 1e-5, "g"),
-    "linear_all_reduce_norm, fp8": lambda w, b: op._run_norm(
+    "linear_all_reduce_norm": lambda w, b: op.linear_all_reduce_norm(X, w, b, RESIDUAL, NORM, 1e-5, "g"),
+    "linear_all_reduce_norm, fp8": lambda w, b: op.linear_all_reduce_norm(
         X, w, b, RESIDUAL, NORM, 1e-5, "g", *OF_FP8.values()
     ),
     "linear_scatter": lambda w, b: rows.linear_scatter(X, w, b, 1, "g", "v", RESIDUAL, True, 1),

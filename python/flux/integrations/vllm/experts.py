@@ -63,7 +63,7 @@ def summed_experts(
     share = -(-tokens // world_size)
     own = slice(rank * share, (rank + 1) * share)
     # Shares are consecutive like the tokens, so the routing's rows are indices in x.
-    total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales, share)
+    total = own_experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales, share)
     # The next kernel reads these rows, so nothing hides the gather.
     everything = awaited(total, group_name)
     return everything if share * world_size == tokens else everything[:tokens]
@@ -106,39 +106,23 @@ def own_experts(
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    own_group: str,
-    scales: Scales | None = None,
-) -> torch.Tensor:
-    """For each token the weighted sum of what this rank's part of the experts gives; the sum over ranks is
-    left to the layer. Nothing is exchanged, because every rank knows the experts of all tokens.
-
-    Args:
-        x, topk_ids, topk_weights, w13, w2, scales: as of summed_experts; or of some whole experts, with ids
-            among them, and -1 for those that other ranks have.
-        own_group: a process group of this rank alone.
-
-    Returns:
-        [tokens, H], a fresh tensor.
-    """
-    return _experts(x, topk_ids, topk_weights, w13, w2, own_group, scales)
-
-
-def _experts(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
     group_name: str,
-    scales: Scales | None,
+    scales: Scales | None = None,
     share: int | None = None,
 ) -> torch.Tensor:
-    """The sum over a group of what experts give for this rank's tokens.
+    """For each token the weighted sum of what the experts of a group's ranks give. With a group of this rank
+    alone nothing is exchanged, because every rank knows the experts of all tokens; the sum over ranks is left
+    to the layer.
 
     Args:
-        x: of all ranks.
+        x: of all ranks of the group.
+        topk_ids, topk_weights, w13, w2, scales: as of summed_experts; or of some whole experts, with ids
+            among them, and -1 for those that other ranks have.
         share: rows of the result, those after the last token are zeros. None: as many as there are tokens, on
             all ranks.
+
+    Returns:
+        [tokens, H] or [share, H], a fresh tensor.
     """
     routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name, max_tokens=share)
     if share is not None and routing.num_tokens != share:

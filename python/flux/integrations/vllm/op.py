@@ -7,7 +7,11 @@ the graph is vLLM's; where flux is, the pass takes it away (graph.drop_products)
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -18,84 +22,77 @@ from flux.fp8.scales import Scaling, is_by_block
 from flux.ops import gemm, gemm_ar
 from flux.ops.explain import why_unfused
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Tensor = torch.Tensor
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
-_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None"
-# group_name: of torch's process group. vllm_group: vLLM's name of the same group.
-_library.define(
-    "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group,"
-    f" {_SCALES}, ScalarType? out_dtype=None, Tensor? product=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "linear_all_reduce_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
-    f" float eps, str group_name, {_SCALES}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "linear_all_reduce_norm_quant(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
-    " float eps, str group_name, Tensor? scale_x, Tensor? scale_w, str quant, Tensor? quant_scale,"
-    " bool ue8m0, bool return_norm) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "linear_behind_norm(Tensor x, Tensor weight, bool swiglu) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "quantised_rows(Tensor q, Tensor scale, Tensor x, str quant, Tensor? quant_scale, bool ue8m0)"
-    " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "scaled_linear(Tensor product, Tensor x, Tensor weight, Tensor? bias, Tensor scale_w, str quant,"
-    " Tensor? quant_scale, bool ue8m0) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "all_reduce_below(Tensor x, int min_tokens, str vllm_group) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
+def operator(
+    fake: Callable[[Any], Any], run: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Defines an operator of vLLM's graphs with a function's name, parameters and types. A compiler gets the
+    operator from a call of the function; elsewhere it runs as it is.
+
+    Args:
+        fake: makes results like the operator's of a namespace with its arguments.
+        run: what the operator does, if that is not the function. It must not return an argument.
+    """
+
+    def define(function: Callable[P, R]) -> Callable[P, R]:
+        name, signature = function.__name__, inspect.signature(function)
+        schema: str = _torch_library.infer_schema(function, mutates_args=())
+        # No size of a graph is among them.
+        schema = schema.replace("SymInt", "int")
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, run or function, "CompositeExplicitAutograd")
+
+        def fake_of(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return fake(SimpleNamespace(**given.arguments))
+
+        _torch_library.register_fake(f"flux_vllm::{name}", fake_of, lib=_library)
+        op = getattr(torch.ops.flux_vllm, name).default
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = (op if torch.compiler.is_compiling() else function)(*args, **kwargs)
+            return result
+
+        return call
+
+    return define
+
+
+@operator(lambda a: a.x.new_empty([*a.x.shape[:-1], a.weight.shape[0]], dtype=a.out_dtype or a.x.dtype))
 def linear_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     min_tokens: int,
     group_name: str,
     vllm_group: str,
-    *scaling: Any,
-) -> torch.Tensor:
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    product: Tensor | None = None,
+) -> Tensor:
     """Sum over ranks of x · weightᵀ, plus bias once: by flux from `min_tokens` rows on, by vLLM below.
 
     Args:
         x: [..., K/p].
         weight: [N, K/p].
         bias: [N], the same on all ranks.
-        scaling: of fp8 operands: scales of x and of the weight as in flux.gemm_ar, the result's dtype, and
-            vLLM's product of this rank [..., N] with the bias on one of them, or None.
+        group_name: of torch's process group.
+        vllm_group: vLLM's name of the same group.
+        scale_x, scale_w, out_dtype: of fp8 operands, as in flux.gemm_ar.
+        product: of fp8 operands: vLLM's of this rank [..., N], with the bias on one of them.
 
     Returns:
         [..., N], a fresh tensor.
     """
-    op = _op if torch.compiler.is_compiling() else _run
-    result: torch.Tensor = op(x, weight, bias, min_tokens, group_name, vllm_group, *scaling)
-    return result
-
-
-def _run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    min_tokens: int,
-    group_name: str,
-    vllm_group: str,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    product: torch.Tensor | None = None,
-) -> torch.Tensor:
     # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
     # A call that must be batch invariant and cannot be raises: other calls of the layer may have been.
@@ -106,115 +103,104 @@ def _run(
     if ours or (scale_x is not None and product is None):
         with torch.no_grad():
             how: dict[str, Any] = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
-            result: torch.Tensor = flux.gemm_ar(x, weight, bias, group=group_name, **how)
+            result: Tensor = flux.gemm_ar(x, weight, bias, group=group_name, **how)
             return result
     if product is not None:
         return _all_reduce(product, vllm_group)
     partial = torch.nn.functional.linear(x, weight)
-    total: torch.Tensor = torch.ops.vllm.all_reduce(partial, group_name=vllm_group)
+    total: Tensor = torch.ops.vllm.all_reduce(partial, group_name=vllm_group)
     return total if bias is None else total + bias
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    min_tokens: int,
-    group_name: str,
-    vllm_group: str,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    product: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]], dtype=out_dtype or x.dtype)
-
-
-def scaled_linear(product: torch.Tensor, *of_layer: Any) -> torch.Tensor:
+# An operator must not return its argument.
+@operator(lambda a: torch.empty_like(a.product), lambda product, *of_layer: product.clone())
+def scaled_linear(
+    product: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale_w: Tensor,
+    quant: str,
+    quant_scale: Tensor | None,
+    ue8m0: bool,
+) -> Tensor:
     """vLLM's product of an fp8 layer, with what flux needs to compute it itself. The pass takes it out of
     every graph; until then it tells sequence.py what the layer is.
 
     Args:
-        of_layer: x [..., K] before it is quantised, weight [N, K], bias [N] or None, scales of the weight,
-            how vLLM quantises x, its static scale or None, and whether scales are powers of two: as in
-            flux.quantize.
+        x: [..., K] before it is quantised.
+        weight, bias, scale_w: [N, K], [N], and the weight's scales.
+        quant, quant_scale, ue8m0: how vLLM quantises x, its static scale if it has one, and whether scales
+            are powers of two: as in flux.quantize.
     """
-    result: torch.Tensor = torch.ops.flux_vllm.scaled_linear.default(product, *of_layer)
-    return result
+    return product
 
 
+@operator(
+    lambda a: (torch.empty_like(a.q), torch.empty_like(a.scale)),
+    lambda q, scale, *how: (q.clone(), scale.clone()),
+)
 def quantised_rows(
-    q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, *how: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's quantisation of x [M, K] gives, and how it does it: as of_layer of scaled_linear ends. The
-    pass takes it out of every graph; until then it tells quantised.py what flux can compute with a norm.
+    q: Tensor, scale: Tensor, x: Tensor, quant: str, quant_scale: Tensor | None, ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """What vLLM's quantisation of x [M, K] gives, and how it does it, as of scaled_linear. The pass takes it
+    out of every graph; until then it tells quantised.py what flux can compute with a norm.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.flux_vllm.quantised_rows.default(q, scale, x, *how)
-    return result
+    return q, scale
 
 
-def all_reduce_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
-    """Sum over ranks of x [tokens, N] by vLLM, if there are fewer than `min_tokens`; from there on flux has
-    summed x already, and it is returned.
-    """
-    if torch.compiler.is_compiling():
-        result: torch.Tensor = torch.ops.flux_vllm.all_reduce_below.default(x, min_tokens, vllm_group)
-        return result
-    return x if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
-
-
-def _run_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
+def _below(x: Tensor, min_tokens: int, vllm_group: str) -> Tensor:
     # An operator must not return its argument.
     return x.clone() if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
 
 
-def _all_reduce(x: torch.Tensor, vllm_group: str) -> torch.Tensor:
+@operator(lambda a: torch.empty_like(a.x), _below)
+def all_reduce_below(x: Tensor, min_tokens: int, vllm_group: str) -> Tensor:
+    """Sum over ranks of x [tokens, N] by vLLM, if there are fewer than `min_tokens`; from there on flux has
+    summed x already, and it is returned.
+    """
+    return x if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
+
+
+def _all_reduce(x: Tensor, vllm_group: str) -> Tensor:
     # On CPUs, vLLM's all-reduce overwrites its argument and returns it.
-    total: torch.Tensor = torch.ops.vllm.all_reduce(x.clone() if x.is_cpu else x, group_name=vllm_group)
+    total: Tensor = torch.ops.vllm.all_reduce(x.clone() if x.is_cpu else x, group_name=vllm_group)
     return total
 
 
-def _run_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
+@operator(lambda a: (torch.empty_like(a.residual), torch.empty_like(a.residual)))
+def linear_all_reduce_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
     eps: float,
     group_name: str,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
     # The products of `serving` depend on the number of tokens.
     if scale_x is None and gemm.in_graph(x) and not _invariance.active():
         of_sum = (x, plain(weight), plain_if_any(bias), residual, norm_weight, eps, group_name)
         with torch.no_grad():
             return gemm_ar.serving(*of_sum)
-    result: tuple[torch.Tensor, torch.Tensor] = _with_norm(
+    result: tuple[Tensor, Tensor] = _with_norm(
         x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w
     )
     return result
 
 
-def _run_behind_norm(x: torch.Tensor, weight: torch.Tensor, swiglu: bool) -> torch.Tensor:
+@operator(lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[0] // (2 if a.swiglu else 1)))
+def linear_behind_norm(x: Tensor, weight: Tensor, swiglu: bool) -> Tensor:
     """x [tokens, K] · weightᵀ; with `swiglu`, silu of the first half of its columns times the second."""
     with torch.no_grad():
         return gemm.serving(x, plain(weight), swiglu=swiglu)
 
 
-def _with_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    group_name: str,
-    scale_x: torch.Tensor | None,
-    scale_w: torch.Tensor | None,
-    **quant: Any,
-) -> Any:
+def _with_norm(*of_sum: Any, **quant: Any) -> Any:
+    x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w = of_sum
     weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
     how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps, **quant}
     if scale_x is not None:
@@ -223,66 +209,35 @@ def _with_norm(
         return flux.gemm_ar(x, weight, bias, group=group_name, **how)
 
 
-def _run_norm_quant(*arguments: Any) -> list[torch.Tensor]:
+def _fake_norm_quant(a: Any) -> list[Tensor]:
+    how = (a.quant, a.quant_scale, a.ue8m0, torch.float8_e4m3fn)
+    q, scale = torch.ops.flux.quantize.default(a.residual, *how)
+    return [q, scale, *(torch.empty_like(a.residual) for _ in range(1 + a.return_norm))]
+
+
+@operator(_fake_norm_quant)
+def linear_all_reduce_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    group_name: str,
+    scale_x: Tensor | None,
+    scale_w: Tensor | None,
+    quant: str,
+    quant_scale: Tensor | None,
+    ue8m0: bool,
+    return_norm: bool,
+) -> list[Tensor]:
     """linear_all_reduce_norm, quantised as in flux.gemm_ar: returns what that does."""
-    *of_sum, quant, quant_scale, ue8m0, return_norm = arguments
     how = {"quant": quant, "quant_scale": plain_if_any(quant_scale), "ue8m0": ue8m0}
+    of_sum = (x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w)
     return list(_with_norm(*of_sum, **how, return_norm=return_norm))
 
 
-def _fake_norm_quant(*arguments: Any) -> list[torch.Tensor]:
-    residual, (quant, quant_scale, ue8m0, return_norm) = arguments[3], arguments[-4:]
-    q, scale = torch.ops.flux.quantize.default(residual, quant, quant_scale, ue8m0, torch.float8_e4m3fn)
-    norms = [torch.empty_like(residual)] if return_norm else []
-    return [q, scale, torch.empty_like(residual), *norms]
-
-
-def _fake_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    group_name: str,
-    *scales: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(residual), torch.empty_like(residual)
-
-
-_library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
-_library.impl("linear_behind_norm", _run_behind_norm, "CompositeExplicitAutograd")
-_library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
-# An operator must not return its argument.
-_library.impl("scaled_linear", lambda product, *of_layer: product.clone(), "CompositeExplicitAutograd")
-_library.impl("linear_all_reduce_norm_quant", _run_norm_quant, "CompositeExplicitAutograd")
-_library.impl(
-    "quantised_rows", lambda q, scale, x, *how: (q.clone(), scale.clone()), "CompositeExplicitAutograd"
-)
-_library.impl("all_reduce_below", _run_below, "CompositeExplicitAutograd")
-_torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
-_torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
-_torch_library.register_fake(
-    "flux_vllm::linear_behind_norm",
-    lambda x, weight, swiglu: x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1)),
-    lib=_library,
-)
-_torch_library.register_fake(
-    "flux_vllm::scaled_linear", lambda product, *of_layer: torch.empty_like(product), lib=_library
-)
-_torch_library.register_fake("flux_vllm::linear_all_reduce_norm_quant", _fake_norm_quant, lib=_library)
-_torch_library.register_fake(
-    "flux_vllm::quantised_rows",
-    lambda q, scale, x, *how: (torch.empty_like(q), torch.empty_like(scale)),
-    lib=_library,
-)
-_torch_library.register_fake(
-    "flux_vllm::all_reduce_below", lambda x, min_tokens, vllm_group: torch.empty_like(x), lib=_library
-)
-_op: Any = torch.ops.flux_vllm.linear_all_reduce.default
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """The same tensor without a class whose __torch_function__ Python would have to call. flux repeats calls
     without Python (flux.comm.repeat) only if no tensor has one.
     """
@@ -306,16 +261,16 @@ def pass_by(weights: type[torch.nn.Parameter]) -> bool:
     return True
 
 
-def plain_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def plain_if_any(tensor: Tensor | None) -> Tensor | None:
     """As plain, for an optional argument."""
     return None if tensor is None else plain(tensor)
 
 
-def _tokens(x: torch.Tensor) -> int:
+def _tokens(x: Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
 
-def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str, scale_x: Any, out_dtype: Any) -> bool:
+def _runs_fused(x: Tensor, weight: Tensor, group_name: str, scale_x: Any, out_dtype: Any) -> bool:
     """Whether flux runs the call fused; if not, vLLM's own all-reduce is the better choice."""
     if x.is_cpu:
         return True
@@ -325,7 +280,7 @@ def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str, scale_x:
     return why_unfused("gemm_ar", *problem) is None
 
 
-def scaling_of(scale_x: torch.Tensor | None, k: int, out_dtype: torch.dtype | None) -> Scaling | None:
+def scaling_of(scale_x: Tensor | None, k: int, out_dtype: torch.dtype | None) -> Scaling | None:
     """What a plan depends on, of fp8 rows with k elements; None: there are no scales."""
     if scale_x is None or out_dtype is None:
         return None

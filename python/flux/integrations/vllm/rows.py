@@ -9,24 +9,22 @@ operator torch.ops.vllm.all_reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear, pad
 
 import flux
-from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, plain, plain_if_any
+from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, operator, plain, plain_if_any
 from flux.ops import scatter_norm_gather as joined
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
 from flux.ops.workspaces import rank_and_size
 
 Tensor = torch.Tensor
-_torch_library: Any = torch.library  # not typed
-_library: Any = _torch_library.Library("flux_vllm", "FRAGMENT")
 
 
+@operator(lambda a: torch.empty_like(a.residual))
 def linear_scatter(
     x: Tensor,
     weight: Tensor,
@@ -71,6 +69,7 @@ def linear_scatter(
     return total
 
 
+@operator(lambda a: torch.empty_like(a.residual))
 def sum_scatter(
     x: Tensor,
     min_tokens: int,
@@ -104,6 +103,7 @@ def sum_scatter(
     return total
 
 
+@operator(lambda a: a.residual.new_empty(a.residual.shape[0], a.weight.shape[0]))
 def norm_gather_linear(
     residual: Tensor,
     norm_weight: Tensor,
@@ -147,6 +147,12 @@ def norm_gather_linear(
     return gathered[: residual.shape[0]]
 
 
+@operator(
+    lambda a: (
+        torch.empty_like(a.residual),
+        a.residual.new_empty(a.residual.shape[0], a.next_weight.shape[0]),
+    )
+)
 def scatter_norm_gather(
     x: Tensor,
     weight: Tensor,
@@ -169,6 +175,7 @@ def scatter_norm_gather(
     return joined.scatter_norm_gather(x, *weights, residual, norm_weight, eps, *next_ones, group_name)
 
 
+@operator(lambda a: torch.empty_like(a.residual))
 def norm_gather(
     residual: Tensor, norm_weight: Tensor, eps: float, from_tokens: int, group_name: str
 ) -> Tensor:
@@ -179,6 +186,7 @@ def norm_gather(
     return flux.all_gather(own, group=group_name)[: residual.shape[0]]
 
 
+@operator(lambda a: torch.empty_like(a.residual))
 def gather(residual: Tensor, from_tokens: int, group_name: str) -> Tensor:
     """All rows of a sharded residual: [M, N] → [M, N], a fresh tensor."""
     if residual.shape[0] < from_tokens:
@@ -210,53 +218,3 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     if x.dtype == torch.float8_e4m3fn:  # torch pads no fp8; zero is the byte zero
         return _padded(x.view(torch.uint8), rows).view(x.dtype)
     return pad(x, (0, 0, 0, rows - x.shape[0]))
-
-
-def _fake_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *more: Any) -> Tensor:
-    return residual.new_empty(residual.shape[0], weight.shape[0])
-
-
-def _define(
-    run: Callable[..., Any],
-    schema: str,
-    fake: Callable[..., Any] = lambda x, *more: torch.empty_like(x),
-    results: str = "Tensor",
-) -> None:
-    name = run.__name__
-    _library.define(f"{name}({schema}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _torch_library.register_fake(f"flux_vllm::{name}", fake, lib=_library)
-
-
-_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, Tensor? product=None"
-_NORM = "Tensor residual, Tensor norm_weight, float eps"
-_WHERE = "int from_tokens, str group_name"
-_define(
-    linear_scatter,
-    "Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group, Tensor residual,"
-    f" bool whole, int from_tokens, {_SCALES}",
-    lambda x, weight, bias, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
-)
-_define(
-    sum_scatter,
-    "Tensor x, int min_tokens, str group_name, str vllm_group, Tensor residual, bool whole, int from_tokens",
-    lambda x, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
-)
-_define(
-    norm_gather_linear,
-    f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}, Tensor? scale_w=None, str? quant=None,"
-    " Tensor? quant_scale=None, bool ue8m0=False, Tensor? product=None",
-    _fake_linear,
-)
-_define(
-    scatter_norm_gather,
-    "Tensor x, Tensor weight, Tensor? bias, str group_name, Tensor residual, bool whole, Tensor norm_weight,"
-    " float eps, Tensor next_weight, Tensor? next_bias",
-    lambda x, weight, bias, group_name, residual, whole, norm_weight, eps, next_weight, *more: (
-        torch.empty_like(residual),
-        residual.new_empty(residual.shape[0], next_weight.shape[0]),
-    ),
-    "(Tensor, Tensor)",
-)
-_define(norm_gather, f"{_NORM}, {_WHERE}")
-_define(gather, f"Tensor residual, {_WHERE}")
