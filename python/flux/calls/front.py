@@ -21,7 +21,8 @@ from flux.fp8 import scales as fp8
 from flux.plan.choose import Plan, require
 
 Tensor = torch.Tensor
-_SCALES = frozenset(fp8.NAMES)
+# Of each torch operator, the names of its arguments before and after the group's.
+_ARGUMENTS: dict[str, tuple[list[str], list[str]]] = {}
 
 
 # The shape of the result; m, n and k of the problem.
@@ -52,11 +53,11 @@ class Collective(NamedTuple):
             and x's device.
         matrices: a call whose operands are matrices, for the ways; of one with `out`.
         plan: of a workspace and such a call.
-        same: what ranks compare of a call, besides its plan.
-        alone: such a call in a group of one rank.
+        inputs: names of the tensors that are read, x first.
         ways: "torch", "kernel" (GPUs), "protocol" (CPUs) and "nodes".
         parts: ways that are made of other calls, by Plan.way.
-        inputs: names of the tensors that are read, x first.
+        same: what ranks compare of a call, besides its plan.
+        alone: such a call in a group of one rank.
     """
 
     name: str
@@ -67,11 +68,11 @@ class Collective(NamedTuple):
     facts: Callable[..., tuple[Any, ...]]
     matrices: Callable[[Any, Sizes], Any]
     plan: Callable[[Workspace, Any, Sizes], Plan]
-    same: Callable[[Any], Same]
-    alone: Callable[[Any], object]
-    ways: Mapping[str, Way]
-    parts: Mapping[str, Way]
     inputs: tuple[str, ...]
+    ways: Mapping[str, Way]
+    parts: Mapping[str, Way] = {}  # noqa: RUF012
+    same: Callable[[Any], Same] = lambda call: NOTHING
+    alone: Callable[[Any], object] = lambda call: call.out.copy_(call.x.view(call.out.shape))
 
 
 def enter(op: Collective, given: dict[str, Any], group: GroupLike, unchecked: bool) -> Any:
@@ -93,10 +94,11 @@ def enter(op: Collective, given: dict[str, Any], group: GroupLike, unchecked: bo
     if direct and not needs_grad(*inputs.values()):
         return run(op, op.call(**given), resolve_group(group, op.name))
     name = group_name(group, op.name)
-    scaling = tuple(given[each] for each in fp8.NAMES) if unchecked and "scale_x" in given else ()
-    arguments = [value for each, value in given.items() if each != "out" and each not in _SCALES]
+    before, after = _ARGUMENTS[op.name]
+    arguments = [given[each] for each in before]
+    options = tuple([given[each] for each in after]) if unchecked else ()
     functional, writing = (getattr(torch.ops.flux, op.name + suffix).default for suffix in ("", "_out"))
-    return dispatch(name, given["x"].device, functional, writing, (*arguments, name), out, scaling)
+    return dispatch(name, given["x"].device, functional, writing, (*arguments, name), out, options)
 
 
 def below(
@@ -145,7 +147,7 @@ def _among_ranks(
     sizes = op.sizes(call, group.size()) if found is None else found.sizes
     out = _output(op, call, sizes)
     recipe = repeat.Recipe(op.number, op.known(call), within)
-    recipe.returns(out, "out")
+    recipe.out = out
     if workspace is None:
         workspace = registry.get(group, call.x.device, op.name)
         plans = workspace.plans
@@ -185,6 +187,8 @@ def register(op: Collective) -> None:
     for name in (op.name, f"{op.name}_out"):
         schema = getattr(torch.ops.flux, name).default._schema
         names = [argument.name for argument in schema.arguments]
+        place = names.index("group_name")
+        _ARGUMENTS[name] = names[:place], names[place + 1 :]
         eager, fake = (_registered(op, names, function) for function in (below, _fake))
         for device in ("CPU", "CUDA"):
             library.impl(name, eager, device)

@@ -21,7 +21,7 @@ from flux.comm import registry
 from flux.comm.nodes.rail import shifts
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Links, write_links
-from flux.ops import all_gather
+from flux.ops.ways import all_gather
 from flux.testing import spawn
 
 _SECTION = "nodes"

@@ -85,6 +85,7 @@ class Recipe:
         """
         self.given = (operator, *given.values())
         self.within = within
+        self.out: Any = None  # the tensor that the call returns, if it is one
         self._numbers = dict(zip(given, range(1, len(given) + 1), strict=True))
         self.fresh: list[Fresh | None] = []  # None: a step makes it
         self.block: Fresh | None = None

@@ -38,8 +38,9 @@ from flux.moe.routing import (
     same_routing,
     tokens_of_rows,
 )
-from flux.ops import all_gather as gather
 from flux.ops import grouped_gemm
+from flux.ops.all_gather import all_gather
+from flux.ops.ways import all_gather as gather
 from flux.plan.moe import BLOCK_M, BLOCK_N, MoePlan
 
 _KNOWN = repeat.operator()
@@ -267,7 +268,7 @@ def _gathered(x: torch.Tensor, limit: int, group: ProcessGroup) -> torch.Tensor:
     if group.size() == 1 or limit == 0:
         return mine
     if x.is_cuda:
-        return gather.all_gather(mine, group=group)
+        return all_gather(mine, group=group)
     gathered = x.new_empty(group.size() * limit, x.shape[1])
     gather.unfused(mine, group, gathered)
     return gathered

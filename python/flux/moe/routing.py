@@ -22,7 +22,8 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace
 from flux.fp8.scales import Scales
 from flux.moe import reference, route_kernel, two_level
-from flux.ops import all_gather as gather
+from flux.ops.all_gather import all_gather
+from flux.ops.ways import all_gather as gather
 from flux.plan.choose import problem_of
 from flux.plan.gemm import plan_all_gather
 from flux.plan.moe import BLOCK_M, MoePlan, plan_layer
@@ -467,7 +468,7 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
     if group.size() == 1:
         return told
     if told.is_cuda:
-        return gather.all_gather(told, group=group)
+        return all_gather(told, group=group)
     workspace = registry.get(group, told.device, _OP)
     m, columns = group.size() * told.shape[0], told.shape[1]
     everybody = told.new_empty(m, columns)

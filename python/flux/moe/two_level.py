@@ -31,7 +31,7 @@ from flux.comm import group as groups
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
-from flux.ops import all_gather as gather
+from flux.ops.ways import all_gather as gather
 from flux.ops.ways import two_level
 from flux.plan.choose import Plan
 from flux.plan.moe import BLOCK_M, MoePlan, plan_layer

@@ -21,10 +21,11 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Accumulate, Scales, Scaling
-from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
+from flux.ops.all_gather import reference as gather_reference
 from flux.ops.ways import ag_gemm as ag_gemm_ways
 from flux.ops.ways import ag_gemm_cpu, ag_gemm_known, two_level
+from flux.ops.ways import all_gather as gather
 from flux.ops.ways.ag_gemm import Biases, Tensors
 from flux.plan.choose import Plan, carried_by, problem_of, require, workspace_plan
 from flux.plan.gemm import plan_ag_gemm
@@ -268,11 +269,11 @@ def reference(
     given = fp8.given("ag_gemm", *scaling)
     scales = () if given is None else (given,)
     checks.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size(), scales)
-    rows = gather.reference(x, pg)
+    rows = gather_reference(x, pg)
     if given is None:
         return plain.reference(rows, weight, bias, transpose_weight)
     scale = fp8.of_elements(given.canonical_x(x.shape[-1]), x[..., 0].numel()).contiguous()
-    gathered = gather.reference(scale, pg)
+    gathered = gather_reference(scale, pg)
     return plain.reference(rows, weight, bias, transpose_weight, gathered, *scaling[1:])
 
 

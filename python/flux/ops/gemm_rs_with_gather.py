@@ -19,7 +19,7 @@ from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.workspace import NOTHING, Workspace
-from flux.ops import all_gather as gather
+from flux.ops.ways import all_gather as gather
 from flux.ops.ways import gemm_rs as scatter
 from flux.plan.choose import Plan, workspace_plan
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux._memory import wide_type
-from flux.calls import argument_types, checks
-from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
-from flux.comm import group as groups
-from flux.comm import registry, repeat
-from flux.comm.cpu import CpuWorkspace
-from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import NOTHING, Same
-from flux.ops.ways import int8_sum, two_level
-from flux.ops.ways.exchange import run_fused
-from flux.plan.choose import Plan, require, workspace_plan
+from flux.calls import checks, front
+from flux.comm import repeat
+from flux.comm.group import GroupLike, process_group, resolve_group
+from flux.ops.ways.reduce_scatter import REDUCE_SCATTER, unfused
 
-_OP = repeat.operator()
+_OP = REDUCE_SCATTER.number
 
 
 def reduce_scatter(
@@ -70,17 +59,8 @@ def reduce_scatter(
         done = calls.call(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
-    direct = may_skip_dispatch(x)
-    if not direct or out is not None or wire is not None:
-        argument_types.check("reduce_scatter", x=x, out=out, wire=wire)
-        int8_sum.check("reduce_scatter", wire, x.dtype)
-    if out is not None:
-        checks.no_backward_through_out("reduce_scatter", x=x, out=out)
-    direct = direct and not needs_grad(x)
-    name = group_name(group, "reduce_scatter")
-    fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
-    last = () if wire is None else (wire,)
-    return cast(torch.Tensor, dispatch(name, x.device, fn, fn_out, (x, name), out, last))
+    given = {"x": x, "out": out, "wire": wire}
+    return cast(torch.Tensor, front.enter(REDUCE_SCATTER, given, group, wire is not None))
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -96,130 +76,9 @@ def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     return total[pg.rank() * rows :][:rows].to(x.dtype)
 
 
-def _fake(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.Tensor:
-    int8_sum.check("reduce_scatter", wire, x.dtype)
-    return x.new_empty(checks.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size()))
-
-
-def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor, wire: str | None = None) -> None:
-    int8_sum.check("reduce_scatter", wire, x.dtype)
-    shape = checks.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size())
-    checks.out_arg("reduce_scatter", out, shape, x)
-
-
-def _eager(x: torch.Tensor, group_name: str, wire: str | None = None) -> torch.Tensor:
-    group = process_group(group_name)
-    if wire is None and (calls := repeat.of_groups.get(group)) is not None:
-        done = calls.call_below(_OP, _invariance.active(), x, None)
-        if done is not None:
-            return cast(torch.Tensor, done)
-    out = _fake(x, group_name, wire)
-    run(x, group, out, wire=wire)
-    return out
-
-
-def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor, wire: str | None = None) -> None:
-    _fake_out(x, group_name, out, wire)
-    checks.separate("reduce_scatter", "out", out, x)
-    run(x, process_group(group_name), out, out, wire)
-
-
-def run(
-    x: torch.Tensor,
-    group: ProcessGroup,
-    out: torch.Tensor,
-    given_out: torch.Tensor | None = None,
-    wire: str | None = None,
-) -> None:
-    """reduce_scatter of checked arguments, without gradients and without torch's dispatcher. given_out:
-    `out`, if the caller gave it.
-    """
-    if group.size() == 1:
-        out.copy_(x)
-        return
-    if wire is not None:
-        registry.in_turn(group, x.device, _over_wire, x, group, out, wire)
-        return
-    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING, recipe_of(x, given_out))
-
-
-def recipe_of(
-    x: torch.Tensor, out: torch.Tensor | None, within: repeat.Recipe | None = None
-) -> repeat.Recipe:
-    """How a call is repeated. within: of the call that this one is a part of."""
-    return repeat.Recipe(_OP, {"batch_invariant": _invariance.active(), "x": x, "out": out}, within)
-
-
-def sum_of(
-    x: torch.Tensor,
-    group: ProcessGroup,
-    out: torch.Tensor,
-    also: Same,
-    recipe: repeat.Recipe | None = None,
-) -> None:
-    """reduce_scatter among several ranks, in their turn. also: as in gemm_rs.call."""
-    workspace = registry.get(group, x.device, "reduce_scatter")
-    # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
-    plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
-    require(plan)
-    with workspace.calling(plan, also) as epoch:
-        if not plan.by_flux:
-            unfused(x, group, out)
-        elif isinstance(workspace, NodesWorkspace):
-            two_level_sum(workspace, plan, x.reshape(group.size(), -1), out.view(1, -1))
-        else:
-            fused = cast(CpuWorkspace | CudaWorkspace, workspace)
-            tensors = (x.reshape(plan.m, plan.n), out.view(1, plan.n))
-            run_fused(fused, plan, epoch, *tensors, repeated=None if recipe is None else (recipe, out))
-
-
-def _over_wire(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, wire: str) -> None:
-    workspace = registry.get(group, x.device, "reduce_scatter")
-    p, n = group.size(), x.shape[-1] if x.dim() > 1 else out.numel()
-    rows = out.numel() // n if n else 0
-    plan = workspace_plan(workspace, "reduce_scatter", p, out.numel(), 0, x.dtype, False)
-    plan = int8_sum.planned(plan, workspace, rows, n)
-    with workspace.calling(plan, int8_sum.same(wire)):
-        int8_sum.sum_into(out.view(rows, n), x.reshape(p, rows, n), workspace, plan)
-
-
-def two_level_sum(
-    workspace: NodesWorkspace,
-    plan: Plan,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    addends: Sequence[torch.Tensor] = (),
-) -> None:
-    """reduce_scatter of x [p, n] on several nodes, out [1, n], plus addends [n]."""
-
-    def inside(some: two_level.Select, node_sum: torch.Tensor) -> None:
-        run(some(x), workspace.node_group, node_sum, node_sum)
-
-    two_level.scatter(workspace, plan, x.shape[0], inside, out, addends)
-
-
 def by_torch(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     """out = this rank's rows of the sum of all ranks' x, with torch, whatever flux's plan would be."""
     unfused(x, process_group(group_name), out)
 
 
-def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    """out = this rank's rows of the sum of all ranks' x, with torch."""
-    if out.numel() == 0:
-        return
-    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
-    wide = out.dtype if out.is_cuda else wide_type(out.dtype)
-    total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
-    groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)
-    if total is not out:
-        out.copy_(total)
-
-
-for _device in ("CPU", "CUDA"):
-    library.impl("reduce_scatter", _eager, _device)
-    library.impl("reduce_scatter_out", _eager_out, _device)
-torch.library.register_fake("flux::reduce_scatter", _fake, lib=library)
-torch.library.register_fake("flux::reduce_scatter_out", _fake_out, lib=library)
-
-_op: Any = torch.ops.flux.reduce_scatter.default
-_op_out: Any = torch.ops.flux.reduce_scatter_out.default
+front.register(REDUCE_SCATTER)

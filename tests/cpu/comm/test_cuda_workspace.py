@@ -16,9 +16,9 @@ from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import expecting_graphs
 from flux.measured.times import Fact, Tuning
-from flux.ops import ag_gemm, all_gather, workspaces
+from flux.ops import ag_gemm, workspaces
 from flux.ops import gemm_rs_with_gather as beside
-from flux.ops.ways import gemm_rs
+from flux.ops.ways import all_gather, gemm_rs
 from flux.plan.choose import Plan, PlanInput, workspace_plan
 from flux.plan.gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 

@@ -16,9 +16,9 @@ from flux._native import core
 from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
-from flux.ops import ag_gemm, all_gather, gemm_ar, norm_and_quant
+from flux.ops import ag_gemm, gemm_ar, norm_and_quant
+from flux.ops.ways import all_gather, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.ops.ways import gemm_rs
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
 ROOM = 1 << 30

@@ -16,7 +16,7 @@ from flux.integrations.vllm.experts import own_experts, summed_experts
 from flux.measured.times import Tuning
 from flux.moe import reference, route_kernel, routing
 from flux.ops import grouped_gemm
-from flux.ops.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
+from flux.ops.ways.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
 from flux.plan.gemm import COPY_FROM_BYTES
 from flux.plan.moe import BLOCK_M
 

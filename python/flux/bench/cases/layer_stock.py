@@ -11,7 +11,7 @@ from torch import nn
 
 from flux.bench.cases.common import Context
 from flux.comm.group import reduce_scatter
-from flux.ops.all_gather import torch_all_gather
+from flux.ops.ways.all_gather import torch_all_gather
 
 Make = Callable[[int, int], nn.Module]
 Makes = tuple[Make, Make]

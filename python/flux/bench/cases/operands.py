@@ -13,7 +13,7 @@ import flux
 from flux.bench.cases.common import Context, Step
 from flux.bench.suites import Problem
 from flux.ops import gemm
-from flux.ops.all_gather import torch_all_gather
+from flux.ops.ways.all_gather import torch_all_gather
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.compare import CALLS, agree, compare, first_wrong
 

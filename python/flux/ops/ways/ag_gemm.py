@@ -19,8 +19,8 @@ from flux.comm.workspace import Same, Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scales
-from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
+from flux.ops.ways import all_gather as gather
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]

@@ -11,8 +11,8 @@ from flux._memory import wide_type
 from flux.comm.cpu import CpuWorkspace
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import WideWeight
-from flux.ops import all_gather as gather
 from flux.ops.ways import ag_gemm as ag_gemm_ways
+from flux.ops.ways import all_gather as gather
 from flux.plan.choose import Plan
 
 Tensors = Sequence[torch.Tensor]

@@ -20,10 +20,10 @@ from flux.comm.workspace import Same
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import product as of_wide
-from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops import norm_and_quant
 from flux.ops.norm_and_quant import End, Made
+from flux.ops.ways import all_gather as gather
 from flux.ops.ways import gemm_rs as scatter
 from flux.ops.ways.exchange import sum_over_ranks
 from flux.plan.choose import Plan

@@ -23,8 +23,8 @@ from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import WideWeight, product
 from flux.ops import gemm as plain
-from flux.ops.reduce_scatter import recipe_of, sum_of
-from flux.ops.ways import two_level
+from flux.ops.ways import reduce_scatter, two_level
+from flux.ops.ways.reduce_scatter import REDUCE_SCATTER
 from flux.plan.choose import Plan, workspace_plan
 
 Tensor = torch.Tensor
@@ -74,10 +74,6 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
     return workspace_plan(workspace, "gemm_rs", m, n, k, call.x.dtype, call.transpose_weight, scaling)
 
 
-def _same(call: Call) -> Same:
-    return {"bias": call.bias}
-
-
 def _alone(call: Call) -> None:
     x, weight, bias, transpose_weight, out, scales = call
     plain.run(x, weight, bias, transpose_weight, out, scales)
@@ -87,9 +83,10 @@ def parts(workspace: Workspace, plan: Plan, call: Call, same: Same, recipe: repe
     """As gemm and reduce_scatter."""
     x, weight, bias, transpose_weight, out, scales = call
     partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
+    recipe.returns(recipe.out, "out")
     recipe.allocates(partial)
     plain.run(x, weight, None, transpose_weight, partial, scales, recipe)
-    sum_of(partial, workspace.group, out, same, recipe_of(partial, out, recipe))
+    front.below(REDUCE_SCATTER, reduce_scatter.Call(partial, out), workspace.group, same, recipe)
     if bias is not None:
         out += bias
         recipe.add_step(torch.Tensor.add_, out, bias)
@@ -141,7 +138,7 @@ def kernel(
     if recipe is not None and target is out and recipe.in_place(**read, **scaled):
         staged = repeat.ABSENT if staging is None else recipe.allocates(staging)
         *used, scale_x, scale_w = recipe.numbers("x", "weight", "bias", "scale_x", "scale_w")
-        used += [*recipe.results, staged, scale_x, scale_w]
+        used += [recipe.returns(recipe.out, "out"), staged, scale_x, scale_w]
         workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
     if target is not out:
         out.copy_(target)
@@ -223,7 +220,7 @@ GEMM_RS = front.Collective(
     facts=functools.partial(checks.facts, "gemm_rs"),
     matrices=_matrices,
     plan=_plan,
-    same=_same,
+    same=lambda call: {"bias": call.bias},
     alone=_alone,
     ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
     parts={"parts": parts},

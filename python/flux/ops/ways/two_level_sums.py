@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from flux.calls import front
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.fp8.scales import Scales, of_slice
-from flux.ops import all_gather as gather
-from flux.ops import reduce_scatter as scatter
-from flux.ops.ways import gemm_rs, two_level
+from flux.ops.ways import all_gather as gather
+from flux.ops.ways import gemm_rs, reduce_scatter, two_level
 from flux.plan.choose import Plan, workspace_plan
 from flux.plan.nodes import padded
 
@@ -55,15 +54,16 @@ def sum_elements(
     if composed:
         scattered = workspace_plan(workspace, "reduce_scatter", p, room // p, 0, x.dtype, False)
         if scattered.by_flux:
-            scatter.two_level_sum(workspace, scattered, dealt, share, added)
+            reduce_scatter.on_nodes(workspace, scattered, reduce_scatter.Call(dealt, share), added)
         else:
-            scatter.unfused(dealt, group, share)
+            reduce_scatter.unfused(dealt, group, share)
             add(share, added)
         gather.call(share, group, total.view(p, -1))
     else:
 
         def node_share(node_sum: Tensor) -> None:
-            scatter.run(dealt, workspace.node_group, node_sum)
+            call = reduce_scatter.Call(dealt, node_sum)
+            front.below(reduce_scatter.REDUCE_SCATTER, call, workspace.node_group)
 
         two_level.sum_whole(workspace, node_share, share, added)
         workspace.inside("the gather of shares")

@@ -1,0 +1,226 @@
+"""The ways of running flux.all_gather: with torch, in a kernel or by copy engines, block by block on CPU, and
+on several nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux import _invariance, _native
+from flux._memory import movable, readable, writable
+from flux.calls import checks, front
+from flux.comm import repeat
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import NOTHING, Same, Workspace
+from flux.ops.ways import two_level
+from flux.plan.choose import PLANNERS, Plan, PlanInput, carried_by, planned, problem_of
+
+# Copy engines hide nothing if the rows are awaited at once. For shards up to this size they take the host 20
+# calls of CUDA and more instead of one launch, and SMs took 8 % less time to 25 % more
+# (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+AWAITED_BY_SMS_BYTES = 16 << 20
+BLOCK_M: int = _native.core.tile_configs()[0].block_m
+
+
+class Call(NamedTuple):
+    """The arguments of flux.all_gather.
+
+    Attributes:
+        at_once: its caller has nothing to do until the rows are there.
+    """
+
+    x: torch.Tensor
+    out: Any = None  # of ways: a tensor
+    at_once: bool = False
+
+
+def call(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    out: torch.Tensor | None = None,
+    also: Same = NOTHING,
+    within: repeat.Recipe | None = None,
+) -> torch.Tensor:
+    """all_gather as a part of another operator: see front.below."""
+    return cast(torch.Tensor, front.below(ALL_GATHER, Call(x, out), group, also, within))
+
+
+def _known(call: Call) -> dict[str, Any]:
+    return {"batch_invariant": _invariance.active(), "x": call.x, "out": call.out}
+
+
+def _sizes(call: Call, p: int) -> front.Sizes:
+    shape = checks.all_gather_args("all_gather", call.x, p)
+    return shape, shape[0], 0, math.prod(shape[1:])
+
+
+def _facts(x: torch.Tensor, out: torch.Tensor | None, at_once: bool) -> tuple[Any, ...]:
+    return "all_gather", x.shape, x.dtype, at_once
+
+
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    (_, m, _, k), (x, out, _) = sizes, call
+    return call if x.dim() == 2 else call._replace(x=x.reshape(x.shape[0], k), out=out.view(m, k))
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    return gather_plan(workspace, call.x, at_once=call.at_once)
+
+
+def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_once: bool = False) -> Plan:
+    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem.
+
+    Args:
+        beside: a GEMM hides it, so it does not matter what is sooner alone.
+        at_once: nothing does (`awaited`).
+    """
+    rows = x.shape[0]
+    m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
+    key = ("all_gather", m, k, x.dtype, beside, at_once)
+    plan: Plan | None = workspace.plans.get(key)
+    if plan is None:
+        problem = problem_of(workspace, m, 0, k, x.dtype)
+        by_sms = _by_sms(problem) if at_once else None
+        plan = PLANNERS["all_gather"](problem) if beside else by_sms or planned("all_gather", problem)
+        plan = workspace.plans[key] = carried_by(workspace, plan)
+    return plan
+
+
+def _by_sms(problem: PlanInput) -> Plan | None:
+    """The plan of a gather that copy engines would carry, and SMs are to; None for others."""
+    shard = problem.m // problem.world_size * problem.k * problem.dtype.itemsize
+    if problem.topology is not None or problem.tuning.forced is not None or shard > AWAITED_BY_SMS_BYTES:
+        return None
+    plan = PLANNERS["all_gather"](problem)
+    if not plan.copied:
+        return None
+    return replace(plan, copied=False, chunk_rows=0, transport=f"{problem.transport}, awaited at once")
+
+
+def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """With torch."""
+    unfused(call.x, workspace.group, call.out)
+
+
+def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    """out = the rows of all ranks, with torch."""
+    if out.numel() > 0:
+        torch_all_gather()(movable(out), movable(x.contiguous()), group=group)
+
+
+def torch_all_gather() -> Callable[..., object]:
+    """torch's all-gather into one tensor, under the preferred name of this torch version."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def enter(workspace: CudaWorkspace, plan: Plan) -> Launch | CopyLaunch:
+    """Context manager of a gather's launches on the current stream. Yields the address of its SymmBuffer and
+    copy_epoch, which are arguments of the kernels, as is `chunk_rows`.
+    """
+    return workspace.enter_copy(plan) if plan.copied_now() else workspace.enter(plan)
+
+
+def chunk_rows(plan: Plan, epoch: int) -> int:
+    """Rows for each signal of the copy engines; 0 if SMs send."""
+    return plan.chunk_rows if epoch else 0
+
+
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """One launch; maybe copy engines send."""
+    source, target = readable(call.x), writable(call.out)
+    with enter(workspace, plan) as (address, epoch):
+        options = (address, epoch, chunk_rows(plan, epoch), False)
+        enqueue = functools.partial(_kernel, source, target, *options)
+        enqueue()
+    if target is call.out and recipe.in_place(x=source):
+        used = [recipe.number("x"), recipe.returns(recipe.out, "out")]
+        workspace.remember(recipe, enqueue, [used], by_copy_engine=epoch > 0)
+    if target is not call.out:
+        call.out.copy_(target)
+
+
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """Block by block."""
+    arrivals = Arrivals(workspace, plan, epoch, call.x)
+    for step in range(plan.world_size):
+        source = (workspace.rank + step) % plan.world_size
+        arrivals.copy_to(call.out, source)
+
+
+def nodes(workspace: NodesWorkspace, plan: Plan, whole: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """Among nodes, then inside each."""
+
+    def inside(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+        call(rows, workspace.node_group, outs[0])
+
+    two_level.gather(workspace, plan, whole.x, inside, [whole.out])
+
+
+class Arrivals:
+    """One gather of the CPU path: sends this rank's rows block by block, and receives the peers' rows."""
+
+    def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor) -> None:
+        self._workspace = workspace
+        self._plan = plan
+        self._epoch = epoch
+        self._x = x
+        self._layout = _native.core.ag_gemm_layout(plan.m, x.shape[1], plan.world_size)
+        rank = workspace.rank
+        for block, rows in enumerate(self._blocks()):
+            for step in range(1, plan.world_size):
+                owner = (rank + step) % plan.world_size
+                self._slot_rows(owner, rank, rows).copy_(x[rows])
+                workspace.signal(owner, self._layout.slot_index(rank, owner), block, epoch)
+
+    def block(self, source: int, block: int) -> torch.Tensor:
+        """Waits for block number `block` of one rank's rows, and returns it."""
+        rank, first = self._workspace.rank, block * BLOCK_M
+        rows = slice(first, min(first + BLOCK_M, self._layout.rows))
+        if source == rank:
+            return self._x[rows]
+        slot = self._layout.slot_index(source, rank)
+        self._workspace.wait(self._plan.op, source, slot, block, block)
+        return self._slot_rows(rank, source, rows)
+
+    def copy_to(self, out: torch.Tensor, source: int) -> None:
+        """Copies the rows of one rank to their position in `out`."""
+        start = source * self._layout.rows
+        for block, rows in enumerate(self._blocks()):
+            out[start + rows.start : start + rows.stop] = self.block(source, block)
+
+    def _blocks(self) -> Iterator[slice]:
+        rows = self._layout.rows
+        return (slice(first, min(first + BLOCK_M, rows)) for first in range(0, rows, BLOCK_M))
+
+    def _slot_rows(self, owner: int, source: int, rows: slice) -> torch.Tensor:
+        dtype, k = self._x.dtype, self._x.shape[1]
+        # The layout counts in 2-byte elements.
+        offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start) * dtype.itemsize // 2
+        count = rows.stop - rows.start
+        return self._workspace.slot(owner, self._epoch, offset, count * k, dtype).view(count, k)
+
+
+ALL_GATHER = front.Collective(
+    name="all_gather",
+    number=repeat.operator(),
+    call=Call,
+    known=_known,
+    sizes=_sizes,
+    facts=_facts,
+    matrices=_matrices,
+    plan=_plan,
+    ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
+    inputs=("x",),
+)
+AWAITED = ALL_GATHER._replace(number=repeat.operator())
+_kernel: Any = torch.ops.flux._all_gather.default

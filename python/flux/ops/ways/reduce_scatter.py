@@ -1,0 +1,125 @@
+"""The ways of running flux.reduce_scatter: with torch, by an exchange of contributions or of int8, and on
+several nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _invariance
+from flux._memory import wide_type
+from flux.calls import checks, front
+from flux.comm import group as groups
+from flux.comm import repeat
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import Workspace
+from flux.ops.ways import int8_sum, two_level
+from flux.ops.ways.exchange import run_fused
+from flux.plan.choose import Plan, workspace_plan
+
+Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """The arguments of flux.reduce_scatter."""
+
+    x: Tensor
+    out: Any = None  # of ways: a tensor
+    wire: str | None = None
+
+
+def _known(call: Call) -> dict[str, Any]:
+    given = {"batch_invariant": _invariance.active(), "x": call.x, "out": call.out}
+    return given if call.wire is None else given | {"wire": call.wire}
+
+
+def _sizes(call: Call, p: int) -> front.Sizes:
+    int8_sum.check("reduce_scatter", call.wire, call.x.dtype)
+    shape = checks.reduce_scatter_args("reduce_scatter", call.x, p)
+    # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
+    return shape, p, math.prod(shape), 0
+
+
+def _facts(x: Tensor, out: Tensor | None, wire: str | None) -> tuple[Any, ...]:
+    return "reduce_scatter", x.shape, x.dtype, wire
+
+
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    shape, p, n, _ = sizes
+    if call.wire is not None:
+        columns = shape[-1] if len(shape) > 1 and n else n
+        rows = n // columns if n else 1
+        return call._replace(x=call.x.reshape(p, rows, columns), out=call.out.view(rows, columns))
+    return call._replace(x=call.x.reshape(p, n), out=call.out.view(1, n))
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    _, p, n, _ = sizes
+    plan = workspace_plan(workspace, "reduce_scatter", p, n, 0, call.x.dtype, False)
+    if call.wire is None:
+        return plan
+    # As int8, sums with torch are batch invariant too.
+    return replace(int8_sum.planned(plan, workspace, *call.out.shape), batch_invariant=False)
+
+
+def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """With torch."""
+    if call.wire is not None:
+        int8_sum.sum_into(call.out, call.x, workspace, plan)
+    else:
+        unfused(call.x, workspace.group, call.out)
+
+
+def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
+    """out = this rank's rows of the sum of all ranks' x, with torch."""
+    if out.numel() == 0:
+        return
+    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
+    wide = out.dtype if out.is_cuda else wide_type(out.dtype)
+    total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
+    groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)
+    if total is not out:
+        out.copy_(total)
+
+
+def exchange(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """In flux's kernel; on CPUs its protocol."""
+    if call.wire is not None:
+        int8_sum.sum_into(call.out, call.x, workspace, plan)
+    else:
+        run_fused(workspace, plan, epoch, call.x, call.out, repeated=(recipe, recipe.out))
+
+
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """Inside each node, then among nodes."""
+    on_nodes(workspace, plan, call)
+
+
+def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequence[Tensor] = ()) -> None:
+    """The same, plus addends [n]."""
+
+    def inside(some: two_level.Select, node_sum: Tensor) -> None:
+        front.below(REDUCE_SCATTER, Call(some(call.x), node_sum), workspace.node_group)
+
+    two_level.scatter(workspace, plan, call.x.shape[0], inside, call.out, addends)
+
+
+REDUCE_SCATTER = front.Collective(
+    name="reduce_scatter",
+    number=repeat.operator(),
+    call=Call,
+    known=_known,
+    sizes=_sizes,
+    facts=_facts,
+    matrices=_matrices,
+    plan=_plan,
+    same=lambda call: int8_sum.same(call.wire),
+    ways={"torch": by_torch, "kernel": exchange, "protocol": exchange, "nodes": nodes},
+    inputs=("x",),
+)
