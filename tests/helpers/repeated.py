@@ -22,9 +22,9 @@ from flux.comm.cuda import CudaWorkspace
 from flux.measured import files
 from flux.measured.times import NO_FACTS
 from flux.moe import combine, route_kernel, routing
-from flux.ops import add_norm, ag_gemm, grouped_gemm, quantize
+from flux.ops import add_norm, grouped_gemm, quantize
 from flux.ops import gemm as plain
-from flux.ops.ways import all_gather, exchange, gemm_rs
+from flux.ops.ways import ag_gemm, all_gather, exchange, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 
 STREAM = 7

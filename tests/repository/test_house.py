@@ -21,6 +21,9 @@ CODE = CPP | {".py", ".cmake"}
 TEXT = CODE | {".md", ".toml", ".txt", ".yml", ".yaml", ""}
 NOT_OURS = {"build", "dist", "__pycache__", "results", "LICENSE"}
 MAX_LINES, USUAL_LINES, MAY_BE_LONGER = 700, 500, 0.05
+# Of functions in these parts, which have no public ones.
+MAX_ARGUMENTS = 8
+FEW_ARGUMENTS = [f"python/flux/{part}" for part in ("calls", "comm", "fp8", "ops/ways")]
 WRITTEN = {"docs/results.md"}  # by a program
 # Quotes what the laws forbid.
 THIS_FILE = "tests/repository/test_house.py"
@@ -147,6 +150,31 @@ def python_imports(root: Path) -> list[str]:
     return found
 
 
+def ways_of_faces(root: Path) -> list[str]:
+    """Ways of running an operator import no public function of groups: they are passed what they call."""
+    faces = {path.stem for path in (root / "python/flux/ops").glob("*.py") if "GroupLike" in path.read_text()}
+    found = []
+    for path, text in files(root, {".py"}, "python/flux/ops/ways"):
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            names = [alias.name for alias in node.names] if node.module == "flux.ops" else []
+            names += [(node.module or "").removeprefix("flux.ops.")]
+            found += [f"{path}:{node.lineno}: {name}" for name in names if name in faces]
+    return found
+
+
+def many_arguments(root: Path) -> list[str]:
+    """No function takes more than MAX_ARGUMENTS: what belongs together is one."""
+    return [
+        f"{path}:{node.lineno}: {node.name}"
+        for path, text in files(root, {".py"}, *FEW_ARGUMENTS)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) > MAX_ARGUMENTS
+    ]
+
+
 def several_nodes(root: Path) -> list[str]:
     """What serves groups of one node does not know of those with several: of comm, only the registry does."""
     return [
@@ -226,6 +254,9 @@ LAWS: list[tuple[Callable[[Path], list[str]], str, str]] = [
     (python_imports, "python/flux/comm/group.py", "def f():\n    from flux.ops import gemm\n"),
     (python_imports, "python/flux/ops/gemm.py", "import flux\n"),
     (python_imports, "python/flux/bench/a.py", "from . import b\n"),
+    (ways_of_faces, "python/flux/ops/ways/gemm_ar.py", "from flux.ops import gemm, gemm_rs\n"),
+    (ways_of_faces, "python/flux/ops/ways/gemm_ar.py", "from flux.ops.gemm_rs import reference\n"),
+    (many_arguments, "python/flux/calls/front.py", "def f(a, b, c, d, e, *, f, g, h, i): ...\n"),
     (several_nodes, "python/flux/comm/cpu.py", "from flux.comm.nodes.rail import Rail\n"),
     (several_nodes, "python/flux/comm/cuda.py", "from flux.comm import nodes\n"),
     (long_files, "python/flux/ops/gemm.py", "x = 1\n" * (MAX_LINES + 1)),
@@ -248,6 +279,8 @@ def test_law_finds(law: Callable[[Path], list[str]], path: str, text: str, tmp_p
     for file, content in {
         "python/flux/_env.py": _ENV,
         "python/flux/ops/__init__.py": "from flux.comm import group\n",
+        "python/flux/ops/gemm_rs.py": "from flux.comm.group import GroupLike\n",
+        "python/flux/ops/ways/gemm_rs.py": "from flux.ops import gemm\n",
         "python/flux/comm/__init__.py": "import os\nos.environ.get('FLUX_KNOWN')\n",
         "csrc/gemm/gemm.h": '#include <cstdint>\n#include "runtime/check.h"\n',
         "csrc/ag_gemm/plan.h": '#include "gemm/gemm.h"\n',

@@ -41,14 +41,14 @@ class FluxCalls:
             return
         _counted_already.append(True)
         # What compiled graphs call, below the operator.
-        run = all_reduce._run
+        run = all_reduce._whole
 
         def counted_sum(*args: Any) -> Any:
             _calls["sums with norm"] += args[2].norm_weight is not None
             _calls["quantised"] += bool(args[2].quant)
             return run(*args)
 
-        all_reduce._run = counted_sum
+        all_reduce._whole = counted_sum
         gemm_ar = flux.gemm_ar
 
         @functools.wraps(gemm_ar)

@@ -58,6 +58,7 @@ class Collective(NamedTuple):
         parts: ways that are made of other calls, by Plan.way.
         same: what ranks compare of a call, besides its plan.
         alone: such a call in a group of one rank.
+        runs: a call in any group, instead of all that stands from `facts` on, which is then not needed.
     """
 
     name: str
@@ -65,14 +66,15 @@ class Collective(NamedTuple):
     call: Callable[..., Any]
     known: Callable[[Any], dict[str, Any]]
     sizes: Callable[[Any, int], Sizes]
-    facts: Callable[..., tuple[Any, ...]]
-    matrices: Callable[[Any, Sizes], Any]
-    plan: Callable[[Workspace, Any, Sizes], Plan]
-    inputs: tuple[str, ...]
-    ways: Mapping[str, Way]
+    inputs: tuple[str, ...] = ("x",)
+    facts: Callable[..., tuple[Any, ...]] = lambda *call: ()
+    matrices: Callable[[Any, Sizes], Any] = lambda call, sizes: call
+    plan: Callable[[Workspace, Any, Sizes], Plan] | None = None
+    ways: Mapping[str, Way] = {}  # noqa: RUF012
     parts: Mapping[str, Way] = {}  # noqa: RUF012
     same: Callable[[Any], Same] = lambda call: NOTHING
     alone: Callable[[Any], object] = lambda call: call.out.copy_(call.x.view(call.out.shape))
+    runs: Callable[[Any, ProcessGroup], Any] | None = None
 
 
 def enter(op: Collective, given: dict[str, Any], group: GroupLike, unchecked: bool) -> Any:
@@ -129,6 +131,8 @@ def run(
     within: repeat.Recipe | None = None,
 ) -> Any:
     """As below, of a call that C++ does not know."""
+    if op.runs is not None:
+        return op.runs(call, group)
     if group.size() == 1:
         sizes = op.sizes(call, 1)
         out = _output(op, call, sizes)
@@ -153,6 +157,7 @@ def _among_ranks(
         plans = workspace.plans
     call = op.matrices(call._replace(out=out), sizes)
     if found is None:
+        assert op.plan is not None
         plan = op.plan(workspace, call, sizes)
         require(plan)
         plans[facts] = Planned(plan, sizes)
@@ -172,19 +177,26 @@ def _output(op: Collective, call: Any, sizes: Sizes) -> Tensor:
     return checks.output(op.name, call.out, sizes[0], call.x, *read, scales=getattr(call, "scales", None))
 
 
-def _fake(op: Collective, call: Any, group: ProcessGroup) -> Tensor | None:
-    """A tensor like the result; none for a call with `out`, which is checked."""
+def _fake(op: Collective, call: Any, group: ProcessGroup) -> Any:
+    """Tensors like the results; none for a call with `out`, which is checked."""
     shape, *_ = op.sizes(call, group.size())
-    scales = getattr(call, "scales", None)
+    scales, end = getattr(call, "scales", None), getattr(call, "end", None)
     if call.out is None:
-        return call.x.new_empty(shape, dtype=fp8.result_dtype(call.x, scales))  # type: ignore[no-any-return]
+        made = call.x.new_empty(shape, dtype=fp8.result_dtype(call.x, scales))
+        if end is None or end.norm_weight is None:
+            return made
+        return end.checked(op.name, shape[-1], call.x, scales).fake(made)
     checks.out_arg(op.name, call.out, shape, call.x, scales=scales)
     return None
 
 
-def register(op: Collective) -> None:
-    """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
-    for name in (op.name, f"{op.name}_out"):
+def register(op: Collective, *variants: str) -> None:
+    """Registers what torch's dispatcher calls: on tensors, and on tensors without data.
+
+    Args:
+        variants: ends of names of torch operators, besides _out.
+    """
+    for name in (op.name, *[op.name + variant for variant in ("_out", *variants)]):
         schema = getattr(torch.ops.flux, name).default._schema
         names = [argument.name for argument in schema.arguments]
         place = names.index("group_name")
@@ -202,6 +214,6 @@ def _registered(
         given = {**dict(zip(names, arguments, strict=False)), **named}
         group = process_group(given.pop("group_name"))
         result = function(op, op.call(**given), group)
-        return None if "out" in names else result
+        return None if "out" in names else list(result) if "quant" in names else result
 
     return called

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.distributed import ProcessGroup
 
-from flux._memory import aligned, readable, readable_if_any, writable
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
@@ -24,8 +23,7 @@ from flux.fp8.scales import Accumulate, Scales, Scaling
 from flux.ops import gemm as plain
 from flux.ops.all_gather import reference as gather_reference
 from flux.ops.ways import ag_gemm as ag_gemm_ways
-from flux.ops.ways import ag_gemm_cpu, ag_gemm_known, two_level
-from flux.ops.ways import all_gather as gather
+from flux.ops.ways import two_level
 from flux.ops.ways.ag_gemm import Biases, Tensors
 from flux.plan.choose import Plan, carried_by, problem_of, require, workspace_plan
 from flux.plan.gemm import plan_ag_gemm
@@ -194,7 +192,7 @@ def ag_gemm(
     results: Any = None if out is None else list(out) if many else [out]
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call(*ag_gemm_known.given(*inputs, results, scaling))
+        done = calls.call(*ag_gemm_ways.given(*inputs, results, scaling))
         if done is not None:
             return _answer(done, len(weights), return_gathered, many)
     direct = may_skip_dispatch(x, *weights, *biases, scale_x, *of_scales)
@@ -345,7 +343,7 @@ def below_dispatch(
         return outs
     if within is None and (calls := repeat.of_groups.get(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call_below(*ag_gemm_known.given(*inputs, outs, scaling))
+        done = calls.call_below(*ag_gemm_ways.given(*inputs, outs, scaling))
         if done is not None:
             return [done] if isinstance(done, torch.Tensor) else list(done)
     arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling, within)
@@ -373,7 +371,7 @@ def _among_ranks(
         call, plans, shapes, m, ns, k, given = found
     else:
         shapes, m, ns, k = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    arguments = ag_gemm_known.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
+    arguments = ag_gemm_ways.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
     outs, products, gathered = ag_gemm_ways.results(
         x, weights, biases, shapes, p, return_gathered, outs, scales
     )
@@ -396,17 +394,17 @@ def _among_ranks(
         gathered = [each.view(m, each.shape[-1]) for each in gathered]
     operands = ag_gemm_ways.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
     if call.way == "parts":
-        recipe = ag_gemm_known.recipe(arguments, len(weights), outs, bool(scales), within)
+        recipe = ag_gemm_ways.recipe_of(arguments, len(weights), outs, bool(scales), within)
         ag_gemm_ways.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
         if not call.by_flux:
             ag_gemm_ways.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
-            recipe = ag_gemm_known.recipe(arguments, len(weights), outs, bool(scales), within)
-            fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
+            recipe = ag_gemm_ways.recipe_of(arguments, len(weights), outs, bool(scales), within)
+            ag_gemm_ways.kernel(workspace, call, plans, operands, recipe)
         elif isinstance(workspace, CpuWorkspace):
-            ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
+            ag_gemm_ways.protocol(workspace, call, plans, operands, epoch)
         else:
             nodes, rows = cast(NodesWorkspace, workspace), ag_gemm_ways.Rows(x2, scales)
 
@@ -449,52 +447,6 @@ def _plans(
     return cast(tuple[Plan, tuple[Plan, ...]], found)
 
 
-def fused_cuda(
-    workspace: CudaWorkspace,
-    call: Plan,
-    plans: tuple[Plan, ...],
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    outs: Tensors,
-    gathered: Tensors = (),
-    scales: Sequence[Scales] = (),
-    recipe: repeat.Recipe | None = None,
-) -> None:
-    """Launches the kernel for each weight, by `plans`. recipe: of the call, if it is to be known."""
-    # Allocations may run out of memory, so they come before the call is opened.
-    source = readable(x)
-    of_weights = scales or (None,) * len(weights)
-    operands = [
-        (source, aligned(weight), readable_if_any(bias), writable(out))
-        for weight, bias, out in zip(weights, biases, outs, strict=True)
-    ]
-    targets = [writable(gathered[0]), *ag_gemm_ways.scale_target(gathered)] if gathered else []
-    collected = (scales[0].x, targets[1]) if scales and gathered else ()
-
-    def enqueue() -> None:
-        reuse, sms = False, call.num_sms
-        for plan, tensors, scale in zip(plans, operands, of_weights, strict=True):
-            launch = (address, plan.choice, sms, epoch, chunk_rows, reuse)
-            _kernel(*tensors, call.transpose_weight, *launch, **fp8.for_kernel(x, scale))
-            reuse = True
-        if targets:
-            _collect(source, targets[0], address, epoch, *collected)
-
-    with gather.enter(workspace, call) as (address, epoch):
-        chunk_rows = gather.chunk_rows(call, epoch)
-        enqueue()
-    if recipe is not None:
-        written = (*outs, *gathered)
-        ag_gemm_known.remember(workspace, recipe, enqueue, operands, scales, targets, written, epoch > 0)
-    for (*_, product), out in zip(operands, outs, strict=True):
-        if product is not out:
-            out.copy_(product)
-    for target, out in zip(targets, gathered, strict=True):
-        if target.data_ptr() != out.data_ptr():
-            out.copy_(target if target.dim() == 2 else target[:, None])
-
-
 for _device in ("CPU", "CUDA"):
     library.impl("ag_gemm", _eager, _device)
     library.impl("ag_gemm_out", _eager_out, _device)
@@ -503,5 +455,3 @@ torch.library.register_fake("flux::ag_gemm_out", _fake_out, lib=library)
 
 _op: Any = torch.ops.flux.ag_gemm.default
 _op_out: Any = torch.ops.flux.ag_gemm_out.default
-_kernel: Any = torch.ops.flux._ag_gemm.default
-_collect: Any = torch.ops.flux._collect.default

@@ -4,7 +4,7 @@ RMSNorm.
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,12 @@ from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux._memory import wide_type
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch
-from flux.calls.schemas import library
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.group import GroupLike, group_name, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
 from flux.ops import norm_and_quant
@@ -135,15 +134,18 @@ def all_reduce(
         argument_types.check("all_reduce", **tensors, eps=eps, out=out, **of_quant)
     checks.no_backward("all_reduce", **tensors, out=out)
     norm_and_quant.check("all_reduce", norm_weight, out, quantised)
+    if direct:
+        end = norm_and_quant.NONE
+        if norm_weight is not None:
+            end = End(norm_weight, checks.norm_eps(eps, x), *quantised)
+        return front.run(ALL_REDUCE, Call(x, residual, end, out), resolve_group(group, "all_reduce"))
     name = group_name(group, "all_reduce")
     if norm_weight is None:
-        fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
-        return dispatch(name, x.device, fn, fn_out, (x, residual, name), out)
+        return dispatch(name, x.device, _op, _op_out, (x, residual, name), out)
     arguments = (x, residual, norm_weight, checks.norm_eps(eps, x), name)
     if not quantised:
-        return dispatch(name, x.device, _eager_norm if direct else _op_norm, None, arguments)
-    fn = _eager_quant if direct else _op_quant
-    return tuple(dispatch(name, x.device, fn, None, (*arguments, *quantised)))
+        return dispatch(name, x.device, _op_norm, None, arguments)
+    return tuple(dispatch(name, x.device, _op_quant, None, (*arguments, *quantised)))
 
 
 def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None) -> Tensor:
@@ -161,100 +163,43 @@ def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None
     return (total if residual is None else total + residual).to(x.dtype)
 
 
-def _fake(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
-    checks.all_reduce_args("all_reduce", x, residual)
-    return x.new_empty(x.shape)
+class Call(NamedTuple):
+    """The arguments of flux.all_reduce, what follows the sum in one."""
+
+    x: Tensor
+    residual: Tensor | None
+    end: End = norm_and_quant.NONE
+    out: Tensor | None = None
 
 
-def _fake_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor) -> None:
-    checks.all_reduce_args("all_reduce", x, residual)
-    checks.out_arg("all_reduce", out, list(x.shape), x)
+def _call_of(x: Tensor, residual: Tensor | None, out: Tensor | None = None, **rest: Any) -> Call:
+    return Call(x, residual, End(**rest), out)
 
 
-def _fake_norm(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    out, _ = _checked(x, residual, End(norm_weight, eps))
-    return torch.empty_like(out), out
+def _known(call: Call) -> dict[str, Any]:
+    x, residual, end, out = call
+    given = {"batch_invariant": _invariance.active(), "x": x, "residual": residual}
+    return given | {"norm_weight": end.norm_weight, "out": out, "eps": end.eps, **end.by_name()}
 
 
-def _fake_quant(*arguments: Any) -> list[Tensor]:
-    x, residual, norm_weight, eps, _, *quantised = arguments
-    out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
-    return end.fake(out)
+def _sizes(call: Call, p: int) -> front.Sizes:
+    checks.all_reduce_args("all_reduce", call.x, call.residual)
+    if call.end.norm_weight is not None:
+        checks.rows_to_norm("all_reduce", call.x)
+    return list(call.x.shape), 1, call.x.numel(), 0
 
 
-def _checked(x: Tensor, residual: Tensor | None, end: End) -> tuple[Tensor, End]:
-    """Checks the arguments of a sum with a norm; returns memory for the sum, and `end` with its epsilon."""
-    checks.all_reduce_args("all_reduce", x, residual)
-    return x.new_empty(x.shape), end.checked("all_reduce", checks.rows_to_norm("all_reduce", x)[1], x)
-
-
-def _eager(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
-    group = process_group(group_name)
-    done = _known(x, residual, None, 0.0, group)
-    if done is not None:
-        return cast(Tensor, done)
-    out = _fake(x, residual, group_name)
-    _run(x, residual, norm_and_quant.NONE, group, out, None)
-    return out
-
-
-def _eager_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor) -> None:
-    _fake_out(x, residual, group_name, out)
-    for given in (x, residual):
-        checks.separate("all_reduce", "out", out, given, may_be=given)
-    _run(x, residual, norm_and_quant.NONE, process_group(group_name), out, out)
-
-
-def _eager_norm(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    group = process_group(group_name)
-    done = _known(x, residual, norm_weight, eps, group)
-    if done is None:
-        out, end = _checked(x, residual, End(norm_weight, eps))
-        done = _run(x, residual, end, group, out, None)
-    return cast("tuple[Tensor, Tensor]", done)
-
-
-def _eager_quant(*arguments: Any) -> list[Tensor]:
-    x, residual, norm_weight, eps, name, *quantised = arguments
-    group = process_group(name)
-    done = _known(x, residual, norm_weight, eps, group, *quantised)
-    if done is None:
-        out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
-        done = _run(x, residual, end, group, out, None)
-    return list(done)
-
-
-def _known(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    group: ProcessGroup,
-    *quantised: Any,
-) -> Any:
-    """The results of a known call without `out`, or None."""
-    calls = repeat.of_groups.get(group)
-    if calls is None:
-        return None
-    return calls.call_below(_OP, _invariance.active(), x, residual, norm_weight, None, eps, *quantised)
-
-
-def _run(
-    x: Tensor,
-    residual: Tensor | None,
-    end: End,
-    group: ProcessGroup,
-    out: Tensor,
-    given_out: Tensor | None,
-) -> Any:
-    """Writes the sum to `out`. Returns it, or what `end` makes of it. given_out: `out`, if the caller gave
-    it.
-    """
-    return registry.in_turn(group, x.device, _whole, x, residual, end, group, out, given_out)
+def _run(call: Call, group: ProcessGroup) -> Any:
+    """The sum, or with a norm what `end` makes of it."""
+    (x, residual, end, out), (shape, *_) = call, _sizes(call, group.size())
+    if end.norm_weight is not None:
+        end = end.checked("all_reduce", shape[-1], x)
+    if out is not None:
+        checks.out_arg("all_reduce", out, shape, x)
+        for given in (x, residual):
+            checks.separate("all_reduce", "out", out, given, may_be=given)
+    total = x.new_empty(shape) if out is None else out
+    return registry.in_turn(group, x.device, _whole, x, residual, end, group, total, out)
 
 
 def _whole(
@@ -290,9 +235,7 @@ def recipe_of(
     x: Tensor, residual: Tensor | None, end: End, out: Tensor | None, within: repeat.Recipe | None = None
 ) -> repeat.Recipe:
     """How a call is repeated. within: of the call that this one is a part of."""
-    given = {"batch_invariant": False, "x": x, "residual": residual, "norm_weight": end.norm_weight}
-    given |= {"out": out, "eps": end.eps, **end.by_name()}
-    return repeat.Recipe(_OP, given, within)
+    return repeat.Recipe(_OP, _known(Call(x, residual, end, out)), within)
 
 
 def sum_of(
@@ -332,7 +275,7 @@ def sum_of(
 
 
 def _node_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    _run(x, None, norm_and_quant.NONE, group, out, None)
+    front.below(ALL_REDUCE, Call(x, None, out=out), group)
 
 
 def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:
@@ -352,15 +295,8 @@ def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor
         out.copy_(total)
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("all_reduce", _eager, _device)
-    library.impl("all_reduce_out", _eager_out, _device)
-    library.impl("all_reduce_norm", _eager_norm, _device)
-    library.impl("all_reduce_quant", _eager_quant, _device)
-torch.library.register_fake("flux::all_reduce", _fake, lib=library)
-torch.library.register_fake("flux::all_reduce_out", _fake_out, lib=library)
-torch.library.register_fake("flux::all_reduce_norm", _fake_norm, lib=library)
-torch.library.register_fake("flux::all_reduce_quant", _fake_quant, lib=library)
+ALL_REDUCE = front.Collective("all_reduce", _OP, _call_of, _known, _sizes, runs=_run)
+front.register(ALL_REDUCE, "_norm", "_quant")
 
 _op: Any = torch.ops.flux.all_reduce.default
 _op_out: Any = torch.ops.flux.all_reduce_out.default

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -10,13 +10,12 @@ from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux._memory import wide_type
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch
-from flux.calls.schemas import library
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.group import GroupLike, group_name, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Accumulate, Scales
@@ -187,7 +186,8 @@ def gemm_ar(
     arguments = (x, weight, bias, transpose_weight, residual)
     if direct:
         pg, scales = resolve_group(group, "gemm_ar"), fp8.given("gemm_ar", *scaling)
-        return _call(*arguments, norm_and_quant.End(norm_weight, eps, *quantised), pg, out, scales)
+        end = norm_and_quant.End(norm_weight, eps, *quantised)
+        return front.run(GEMM_AR, Call(*arguments, end, out, scales), pg)
     name = group_name(group, "gemm_ar")
     if norm_weight is None:
         return dispatch(name, x.device, _op, _op_out, (*arguments, name), out, scaling)
@@ -228,115 +228,53 @@ def reference(
     )
 
 
-def _fake(
+class Call(NamedTuple):
+    """The arguments of flux.gemm_ar, what follows the sum in one, and the scales."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transpose_weight: bool
+    residual: Tensor | None
+    end: End = norm_and_quant.NONE
+    out: Tensor | None = None
+    scales: Scales | None = None
+
+
+def _call_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     transpose_weight: bool,
     residual: Tensor | None,
-    group_name: str,
-    *scaling: Any,
-) -> Tensor:
-    scales = fp8.given("gemm_ar", *scaling)
-    shape, *_ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
+    **rest: Any,
+) -> Call:
+    scales = fp8.given("gemm_ar", **{name: rest.pop(name) for name in fp8.NAMES if name in rest})
+    out = rest.pop("out", None)
+    return Call(x, weight, bias, transpose_weight, residual, End(**rest), out, scales)
 
 
-def _fake_out(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group_name: str,
-    out: Tensor,
-    *scaling: Any,
-) -> None:
-    scales = fp8.given("gemm_ar", *scaling)
-    shape, *_ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    checks.out_arg("gemm_ar", out, shape, x, scales=scales)
+def _sizes(call: Call, p: int) -> front.Sizes:
+    x, weight, bias, transpose_weight, residual, _, _, scales = call
+    return checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
 
 
-def _fake_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    group_name: str,
-    *scaling: Any,
-) -> tuple[Tensor, Tensor]:
-    total = _fake(x, weight, bias, transpose_weight, residual, group_name, *scaling)
-    scales = fp8.given("gemm_ar", *scaling)
-    checks.norm_args("gemm_ar", norm_weight, eps, total.shape[-1], x, scales)
-    return torch.empty_like(total), total
-
-
-def _fake_quant(*arguments: Any) -> list[Tensor]:
-    total, scales = _fake(*arguments[:5], arguments[7], *arguments[12:]), arguments[12:]
-    end = End(*arguments[5:7], *arguments[8:12])
-    return end.checked("gemm_ar", total.shape[-1], arguments[0], fp8.given("gemm_ar", *scales)).fake(total)
-
-
-def _eager(*arguments: Any) -> Tensor:
-    return cast(Tensor, _run(arguments[:5], norm_and_quant.NONE, arguments[5], None, arguments[6:]))
-
-
-def _eager_out(*arguments: Any) -> None:
-    _run(arguments[:5], norm_and_quant.NONE, arguments[5], arguments[6], arguments[7:])
-
-
-def _eager_norm(*arguments: Any) -> tuple[Tensor, Tensor]:
-    pair = _run(arguments[:5], norm_and_quant.End(*arguments[5:7]), arguments[7], None, arguments[8:])
-    return cast("tuple[Tensor, Tensor]", pair)
-
-
-def _eager_quant(*arguments: Any) -> list[Tensor]:
-    end = norm_and_quant.End(*arguments[5:7], *arguments[8:12])
-    return list(_run(arguments[:5], end, arguments[7], None, arguments[12:]))
-
-
-def _run(
-    inputs: tuple[Any, ...], end: End, group_name: str, out: Tensor | None, scaling: tuple[Any, ...]
-) -> Any:
-    x, weight, bias, transpose_weight, residual = inputs
-    scales = fp8.given("gemm_ar", *scaling)
-    return _call(x, weight, bias, transpose_weight, residual, end, process_group(group_name), out, scales)
-
-
-def _call(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    end: End,
-    group: ProcessGroup,
-    out: Tensor | None = None,
-    scales: Scales | None = None,
-) -> Any:
-    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher."""
-    if group.size() == 1:
-        shape, m, n, k = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-        end = end.checked("gemm_ar", n, x, scales)
-        out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
-        total = out.view(m, n)
-        added = gemm_ar_ways.rows(residual, m, n)
-        product = total if added is None else torch.empty_like(total)
-        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
-        plain.run(x.reshape(m, k), weight, bias, transpose_weight, product, scales)
-        if added is not None:
-            torch.add(product, added, out=total)
-        return end.of(out)
-    if (calls := repeat.of_groups.get(group)) is not None:
-        given = _given(x, weight, bias, transpose_weight, residual, end, out, scales)
-        done = calls.call_below(_OP, *given.values())
-        if done is not None:
-            return done
-    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
-    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+def _run(call: Call, group: ProcessGroup) -> Any:
+    """The sum, or with a norm what `end` makes of it."""
+    if group.size() > 1:
+        return registry.in_turn(group, call.x.device, _among_ranks, call, group)
+    x, weight, bias, transpose_weight, residual, end, out, scales = call
+    shape, m, n, k = _sizes(call, 1)
+    end = end.checked("gemm_ar", n, x, scales)
+    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+    total = out.view(m, n)
+    added = gemm_ar_ways.rows(residual, m, n)
+    product = total if added is None else torch.empty_like(total)
+    weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
+    plain.run(x.reshape(m, k), weight, bias, transpose_weight, product, scales)
+    if added is not None:
+        torch.add(product, added, out=total)
+    return end.of(out)
 
 
 def serving(
@@ -360,34 +298,17 @@ def serving(
     return reduce.all_reduce(product, group=pg, residual=residual, norm_weight=norm_weight, eps=eps)
 
 
-def _given(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    end: End,
-    out: Tensor | None,
-    scales: Scales | None,
-) -> dict[str, Any]:
+def _known(call: Call) -> dict[str, Any]:
     """The arguments of a call for flux.comm.repeat."""
+    x, weight, bias, transpose_weight, residual, end, out, scales = call
     given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "bias": bias}
     given |= {"residual": residual, "norm_weight": end.norm_weight}
     given |= {"eps": None if end.norm_weight is None else end.eps, "out": out}
     return given | {"transpose_weight": transpose_weight} | fp8.by_name(scales) | end.by_name()
 
 
-def _among_ranks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    end: End,
-    group: ProcessGroup,
-    out: Tensor | None,
-    scales: Scales | None = None,
-) -> Any:
+def _among_ranks(call: Call, group: ProcessGroup) -> Any:
+    x, weight, bias, transpose_weight, residual, end, out, scales = call
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
     facts = checks.facts(op, x, weight, bias, transpose_weight, None, scales)
@@ -397,9 +318,8 @@ def _among_ranks(
     if found is not None:
         plan, shape, m, n, k = found
     else:
-        shape, m, n, k = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    given = _given(x, weight, bias, transpose_weight, residual, end, out, scales)
-    recipe = repeat.Recipe(_OP, given)
+        shape, m, n, k = _sizes(call, group.size())
+    recipe = repeat.Recipe(_OP, _known(call))
     end = end.checked("gemm_ar", n, x, scales)
     out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
     total, made = out, None
@@ -418,8 +338,9 @@ def _among_ranks(
     if plan.by_flux and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
         for some in split_rows(m, n, total.dtype):
             part = None if residual is None else residual[some]
-            call = (x[some], weight, bias, transpose_weight, part, norm_and_quant.NONE, group, total[some])
-            _among_ranks(*call, fp8.of_slice(scales, m, some))
+            theirs = fp8.of_slice(scales, m, some)
+            rows = Call(x[some], weight, bias, transpose_weight, part, out=total[some], scales=theirs)
+            _among_ranks(rows, group)
     elif plan.way == "parts":
         product = torch.empty_like(total)
         once = bias if group.rank() == 0 else None  # the sum has it once
@@ -437,25 +358,26 @@ def _among_ranks(
         operands = (weight, bias, transpose_weight)
         theirs = fp8.of_slice(scales, m, head)
         whole = recipe if dealt == m and isinstance(workspace, CudaWorkspace) else None
-        gemm_ar_ways.composed(x[head], *operands, added[0], group, total[head], same, theirs, whole)
+        of_head = gemm_ar_ways.Operands(x[head], *operands, added[0], total[head], theirs)
+        gemm_ar_ways.composed(of_head, group, same, whole)
         if dealt < m:
             theirs = fp8.of_slice(scales, m, tail)
-            _among_ranks(x[tail], *operands, added[1], norm_and_quant.NONE, group, total[tail], theirs)
+            rest = Call(x[tail], *operands, added[1], out=total[tail], scales=theirs)
+            _among_ranks(rest, group)
         found = end.of(out)
         if dealt == m and isinstance(workspace, CudaWorkspace):
             end.follows(recipe, out, found)
             workspace.remember_parts(recipe, 2 + (residual is not None))
         return found
     else:
+        of_call = gemm_ar_ways.Operands(x, weight, bias, transpose_weight, residual, total, scales)
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
             if not plan.by_flux:
-                gemm_ar_ways.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
+                gemm_ar_ways.unfused(of_call, group)
             elif isinstance(workspace, CudaWorkspace):
-                tensors = (x, weight, bias, residual, total)
-                repeated = (recipe, out)
-                made = gemm_ar_ways.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
+                made = gemm_ar_ways.fused_cuda(workspace, plan, of_call, end, (recipe, out))
             elif isinstance(workspace, CpuWorkspace):
-                gemm_ar_ways.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
+                gemm_ar_ways.fused_cpu(workspace, plan, epoch, of_call)
             else:
                 several, addends = cast(NodesWorkspace, workspace), gemm_ar_ways.addends(bias, residual, n)
                 gemm_and_sum(several, plan, x, weight, total, addends, scales, _node_sum)
@@ -470,18 +392,11 @@ def _node_sum(
     out: Tensor,
     scales: Scales | None = None,
 ) -> None:
-    _call(x, weight, None, transpose_weight, None, norm_and_quant.NONE, group, out, scales)
+    front.below(GEMM_AR, Call(x, weight, None, transpose_weight, None, out=out, scales=scales), group)
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("gemm_ar", _eager, _device)
-    library.impl("gemm_ar_out", _eager_out, _device)
-    library.impl("gemm_ar_norm", _eager_norm, _device)
-    library.impl("gemm_ar_quant", _eager_quant, _device)
-torch.library.register_fake("flux::gemm_ar", _fake, lib=library)
-torch.library.register_fake("flux::gemm_ar_out", _fake_out, lib=library)
-torch.library.register_fake("flux::gemm_ar_norm", _fake_norm, lib=library)
-torch.library.register_fake("flux::gemm_ar_quant", _fake_quant, lib=library)
+GEMM_AR = front.Collective("gemm_ar", _OP, _call_of, _known, _sizes, runs=_run)
+front.register(GEMM_AR, "_norm", "_quant")
 
 _op: Any = torch.ops.flux.gemm_ar.default
 _op_out: Any = torch.ops.flux.gemm_ar_out.default

@@ -79,9 +79,10 @@ class End(NamedTuple):
         found = (q, scale, total)
         return (*found, normalised) if self.return_norm else found
 
-    def fake(self, total: Tensor) -> list[Tensor]:
-        """Tensors like the results of a call that quantises."""
-        assert self.quant is not None
+    def fake(self, total: Tensor) -> Any:
+        """Tensors like the results of a call with a norm."""
+        if self.quant is None:
+            return torch.empty_like(total), total
         found = [*quantising.empty(total, self.quant, _E4M3), total]
         return [*found, torch.empty_like(total)] if self.return_norm else found
 

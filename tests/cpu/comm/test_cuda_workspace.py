@@ -18,6 +18,7 @@ from flux.comm.workspace import expecting_graphs
 from flux.measured.times import Fact, Tuning
 from flux.ops import ag_gemm, workspaces
 from flux.ops import gemm_rs_with_gather as beside
+from flux.ops.ways import ag_gemm as ag_gemm_ways
 from flux.ops.ways import all_gather, gemm_rs
 from flux.plan.choose import Plan, PlanInput, workspace_plan
 from flux.plan.gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
@@ -251,8 +252,8 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ag_gemm, "_kernel", lambda *args: launched.append(args))
-    monkeypatch.setattr(ag_gemm, "_collect", lambda *args: launched.append(args))
+    monkeypatch.setattr(ag_gemm_ways, "_kernel", lambda *args: launched.append(args))
+    monkeypatch.setattr(ag_gemm_ways, "_collect", lambda *args: launched.append(args))
     workspace = make()
     x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
     weights = [torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (64, 16)]
@@ -264,9 +265,10 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
     call, plans = ag_gemm._plans(workspace, 2048, (64, 16), 4096, torch.bfloat16, False)
     assert (call.n, [p.n for p in plans], call.copied) == (80, [64, 16], True)
     for number in (1, 2):
-        ag_gemm.fused_cuda(
-            workspace, call, plans, x.t().contiguous().t(), weights, (None, None), outs, [gathered]
+        operands = ag_gemm_ways.Operands(
+            x.t().contiguous().t(), weights, (None, None), False, workspace.group, outs, [gathered], ()
         )
+        ag_gemm_ways.kernel(workspace, call, plans, operands)
         first, second, collect = launched[-3:]
         address = first[5]
         assert first[1] is weights[0] and first[3] is outs[0] and first[0].is_contiguous()
@@ -283,7 +285,7 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
         assert collect == (first[0], gathered, address, number)
     machine.capturing = True
     workspace.grow(call.signal_bytes, call.slot_bytes, "test", {})
-    ag_gemm.fused_cuda(workspace, call, plans, x, weights, (None, None), outs)
+    ag_gemm_ways.kernel(workspace, call, plans, operands._replace(x=x, gathered=[]))
     assert [[launch[i] for i in (5, 8, 9, 10)] for launch in launched[-2:]] == [
         [workspace._address, 0, 0, False],
         [workspace._address, 0, 0, True],

@@ -164,7 +164,7 @@ def test_norms_of_kernels_are_of_whole_rows(
     monkeypatch.setattr(plan_sums, "MAX_EXCHANGE_BYTES", -(-7 // parts) * 16 * x.itemsize)
     out, end = torch.empty_like(x), End(weight, 1e-6, quant, return_norm=True)
     with flux.batch_invariant():
-        made = module._run(x, None, end, SimpleNamespace(size=lambda: 2), out, None)
+        made = module._whole(x, None, end, SimpleNamespace(size=lambda: 2), out, None)
     assert torch.equal(made[0 if quant is None else -1], x * weight) and torch.equal(out, x)
     assert [each.quant for each in ends] == [quant if parts == 1 else None] * parts
     assert all(each.norm_weight is weight for each in ends)

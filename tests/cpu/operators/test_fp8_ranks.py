@@ -169,7 +169,7 @@ def bad_calls(rank: int, p: int) -> None:
     x, weight, norm = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)
     call = {"norm_weight": norm, "quant": "tensor"}
     bad: list[tuple[dict[str, Any], str]] = [
-        (call | {"quant": "block128"}, "quant: expected None or one of tensor, token, group128"),
+        (call | {"quant": "block128"}, "quant: expected None or one of tensor, row, group128"),
         (call | {"quant": "row", "quant_scale": norm[:1]}, "quant_scale: expected None with 'row'"),
         (call | {"quant_scale": norm}, "quant_scale: expected float32 with one entry"),
         (call | {"quant_scale": norm[:1], "ue8m0": True}, "ue8m0: expected False"),

@@ -160,6 +160,20 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
                     assert getattr(made, name) <= room[name], (op, m, n, name)
 
 
+def launch(
+    workspace: Any,
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor,
+    end: End = NONE,
+    scales: Scales | None = None,
+) -> Any:
+    operands = gemm_ar_ways.Operands(x, weight, None, plan.transpose_weight, residual, total, scales)
+    return gemm_ar_ways.fused_cuda(workspace, plan, operands, end)
+
+
 def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: told.append(arguments))
@@ -172,8 +186,8 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.zeros(4, 16).bfloat16()
     shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
     end = End(shifted[0], 1e-5)
-    assert gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, total, NONE, None) is None
-    normed = gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, shifted, total, end, None)
+    assert launch(workspace, made, x, weight, None, total) is None
+    normed = launch(workspace, made, x, weight, shifted, total, end)
     assert normed is not None
     plain, norm = told
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
@@ -183,11 +197,11 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.
-    gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, total, total, NONE, None)
+    launch(workspace, made, x, weight, total, total)
     assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
     # A result that a kernel cannot write where it shall lie.
     monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: arguments[3].fill_(5))
-    gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, shifted, NONE, None)
+    launch(workspace, made, x, weight, None, shifted)
     assert (shifted == 5).all()
     exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
     assert told[3] == (x, total, 77, 114, 0, None, None, 0.0, None)
@@ -220,7 +234,7 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
         quant, scale = name.split(",")[0], static if "static" in name else None
         end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "row", True)
         results = [
-            (gemm_ar_ways.fused_cuda(workspace, made, x, weight, None, None, total, end, scales), total),
+            (launch(workspace, made, x, weight, None, total, end, scales), total),
             (exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
         ]
         for how, (found, summed) in zip(told[-2:], results, strict=True):
@@ -400,8 +414,7 @@ def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch,
     )
     total = residual if in_place else torch.empty_like(residual)
     with Made() as made:
-        gemm_ar_ways.unfused(
-            x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total, None
-        )
+        call = gemm_ar_ways.Operands(x.as_subclass(OnGpu), weight, bias, False, residual, total, None)
+        gemm_ar_ways.unfused(call, dist.group.WORLD)
     assert (total == 2 * 32 + 2 + 2).all()
     assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

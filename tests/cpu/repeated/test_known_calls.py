@@ -16,7 +16,8 @@ from flux._native import core
 from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
-from flux.ops import ag_gemm, gemm_ar, norm_and_quant
+from flux.ops import ag_gemm, gemm_ar
+from flux.ops.ways import ag_gemm as ag_gemm_ways
 from flux.ops.ways import all_gather, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 
@@ -86,7 +87,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     for name, module in {
         "gemm_rs": gemm_rs,
         "gemm_ar": gemm_ar_ways,
-        "ag_gemm": ag_gemm,
+        "ag_gemm": ag_gemm_ways,
         "all_gather": all_gather,
     }.items():
         monkeypatch.setattr(module, "_kernel", record(name))
@@ -125,7 +126,8 @@ def call(group: Any, op: str, **change: Any) -> Any:
         return front.below(gemm_rs.GEMM_RS, gemm_rs.Call(x, weight, bias, transpose_weight, out), group)
     if op == "gemm_ar":
         residual = given.get("residual")
-        return gemm_ar._call(x, weight, bias, transpose_weight, residual, norm_and_quant.NONE, group, out)
+        of_call = gemm_ar.Call(x, weight, bias, transpose_weight, residual, out=out)
+        return front.below(gemm_ar.GEMM_AR, of_call, group)
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]

@@ -42,11 +42,10 @@ from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
 from flux.fp8.scales import Scales
-from flux.ops import ag_gemm
 from flux.ops.gemm_ar import rms_norm
 from flux.ops.norm_and_quant import NONE
+from flux.ops.ways import ag_gemm, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.ops.ways import gemm_rs
 from flux.ops.ways.exchange import run_fused
 from flux.plan.gemm import gemm_rs_room
 from flux.testing import AgGemmCase, GemmRsCase
@@ -299,11 +298,16 @@ _LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None],
     "gemm_rs": lambda ws, plan, x, w, out, scales: gemm_rs.kernel(
         ws, plan, gemm_rs.Call(x, w, None, plan.transpose_weight, out, scales)
     ),
-    "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.fused_cuda(
-        ws, plan, (plan,), x, (w,), (None,), (out,), scales=(scales,) if scales else ()
+    "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.kernel(
+        ws,
+        plan,
+        (plan,),
+        ag_gemm.Operands(
+            x, (w,), (None,), plan.transpose_weight, ws.group, (out,), (), (scales,) if scales else ()
+        ),
     ),
     "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.fused_cuda(
-        ws, plan, x, w, None, None, out, NONE, scales
+        ws, plan, gemm_ar_ways.Operands(x, w, None, plan.transpose_weight, None, out, scales), NONE
     ),
     "all_reduce": lambda ws, plan, x, w, out, scales: run_fused(ws, plan, 0, x, out),
 }

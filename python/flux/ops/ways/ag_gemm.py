@@ -1,31 +1,38 @@
-"""What the ways of running flux.ag_gemm share: results and their checks, rows with scales as they are sent,
-and products without communication.
+"""The ways of running flux.ag_gemm: with torch, as all_gather and gemm, in a kernel, tile by tile on CPUs;
+and what they share: results and their checks, rows with scales as they are sent.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
+from flux import _invariance, _native
+from flux._memory import aligned, in_place, readable, readable_if_any, wide_type, writable
 from flux.calls import checks
 from flux.comm import repeat
+from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same, Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scales
+from flux.fp8.wide_product import WideWeight
 from flux.ops import gemm as plain
 from flux.ops.ways import all_gather as gather
+from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Biases = Sequence[Tensor | None]
 _OP = "ag_gemm"
+NUMBER = repeat.operator()
 
 
 def new_products(x: Tensor, shapes: list[list[int]], scales: Sequence[Scales]) -> list[Tensor]:
@@ -243,3 +250,165 @@ def scale_target(gathered: Tensors) -> list[Tensor]:
         return [scale[:, 0] if fits else torch.empty_like(scale[:, 0])]
     like = fp8.empty_column_major(rows, columns, scale)
     return [scale if fits and scale.stride() == like.stride() else like]
+
+
+def kernel(
+    workspace: CudaWorkspace,
+    call: Plan,
+    plans: tuple[Plan, ...],
+    operands: Operands,
+    recipe: repeat.Recipe | None = None,
+) -> None:
+    """Launches the kernel for each weight, by `plans`. recipe: of the call, if it is to be known."""
+    x, weights, biases, _, _, outs, gathered, scales = operands
+    # Allocations may run out of memory, so they come before the call is opened.
+    source = readable(x)
+    of_weights = scales or (None,) * len(weights)
+    launches = [
+        (source, aligned(weight), readable_if_any(bias), writable(out))
+        for weight, bias, out in zip(weights, biases, outs, strict=True)
+    ]
+    targets = [writable(gathered[0]), *scale_target(gathered)] if gathered else []
+    collected = (scales[0].x, targets[1]) if scales and gathered else ()
+
+    def enqueue() -> None:
+        reuse, sms = False, call.num_sms
+        for plan, tensors, scale in zip(plans, launches, of_weights, strict=True):
+            launch = (address, plan.choice, sms, epoch, chunk_rows, reuse)
+            _kernel(*tensors, call.transpose_weight, *launch, **fp8.for_kernel(x, scale))
+            reuse = True
+        if targets:
+            _collect(source, targets[0], address, epoch, *collected)
+
+    with gather.enter(workspace, call) as (address, epoch):
+        chunk_rows = gather.chunk_rows(call, epoch)
+        enqueue()
+    if recipe is not None:
+        _remember(workspace, recipe, enqueue, launches, operands, targets, epoch > 0)
+    for (*_, product), out in zip(launches, outs, strict=True):
+        if product is not out:
+            out.copy_(product)
+    for target, out in zip(targets, gathered, strict=True):
+        if target.data_ptr() != out.data_ptr():
+            out.copy_(target if target.dim() == 2 else target[:, None])
+
+
+def protocol(
+    workspace: CpuWorkspace, call: Plan, plans: tuple[Plan, ...], operands: Operands, epoch: int
+) -> None:
+    """The kernel's work on the CPU, tile by tile."""
+    x, weights, biases, _, _, outs, gathered, scales = operands
+    rows = Rows(x, scales)
+    arrivals = gather.Arrivals(workspace, call, epoch, rows.sent)
+    of_weights = scales or (None,) * len(weights)
+    for plan, weight, bias, out, scale in zip(plans, weights, biases, outs, of_weights, strict=True):
+        _compute_tiles(arrivals, rows, workspace.rank, plan, weight, bias, out, scale)
+    if gathered:
+        everybody = gathered[0]
+        if scales:
+            everybody = rows.sent.new_empty(call.m, rows.sent.shape[1])
+        for source in range(call.world_size):
+            arrivals.copy_to(everybody, source)
+        rows.copy(everybody, gathered)
+
+
+def _compute_tiles(
+    arrivals: gather.Arrivals,
+    sent: Rows,
+    rank: int,
+    plan: Plan,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scale: Scales | None,
+) -> None:
+    """Tiles of own rows first, others as their rows arrive."""
+    core = _native.core
+    p, rows = plan.world_size, plan.m // plan.world_size
+    wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
+    wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
+    config = core.tile_config(plan.config)
+    block_m, block_n = config.block_m, config.block_n
+    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
+    for source, m_tile, n_tile in order:
+        columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
+        block = arrivals.block(source, m_tile)
+        tile = wide_w.times(sent.rows(block), columns, sent.scale(block))
+        if wide_bias is not None:
+            tile += wide_bias[columns]
+        first_row = source * rows + m_tile * block_m
+        out[first_row : first_row + tile.shape[0], columns] = tile
+
+
+def given(
+    x: Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    outs: Tensors | None,
+    scaling: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """The arguments of a call, as `_names` has them. scaling: as fp8.arguments returns it, with a list of
+    scales.
+    """
+    if scaling:
+        scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
+    tensors = (x, *weights, *(biases or (None,) * len(weights)), *scaling, *(outs or ()))
+    return (NUMBER, len(weights), transpose_weight, (return_gathered << 1) + _invariance.active(), *tensors)
+
+
+def recipe_of(
+    arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool, within: repeat.Recipe | None = None
+) -> repeat.Recipe:
+    """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales. within: of the
+    call that this one is a part of.
+    """
+    made = repeat.Recipe(arguments[0], dict(zip(_names(count, scaled), arguments[1:], strict=False)), within)
+    for i, out in enumerate(outs):
+        made.returns(out, f"out[{i}]")
+    return made
+
+
+def _names(count: int, scaled: bool) -> Iterator[str]:
+    yield from ("count", "transpose_weight", "return_gathered", "x")
+    for name in ("weight", "bias"):
+        yield from (f"{name}[{i}]" for i in range(count))
+    if scaled:
+        yield from ("scale_x", *(f"scale_w[{i}]" for i in range(count)), "out_dtype", "accumulate")
+    yield from (f"out[{i}]" for i in itertools.count())
+
+
+def _remember(
+    workspace: CudaWorkspace,
+    recipe: repeat.Recipe,
+    enqueue: Callable[[], None],
+    launches: Sequence[tuple[Tensor | None, ...]],
+    operands: Operands,
+    gathered: Tensors,
+    by_copy_engine: bool,
+) -> None:
+    """Makes a call known.
+
+    Args:
+        launches: x, weight, bias and product of each.
+        gathered: what a last launch writes the gathered rows to, and their scales; or nothing.
+    """
+    scales = operands.scales
+    read: dict[str, Tensor | None] = {"scale_x": scales[0].x} if scales else {}
+    numbers = []
+    for i, (x, weight, bias, _) in enumerate(launches):
+        read |= {"x": x, f"weight[{i}]": weight, f"bias[{i}]": bias}
+        read |= {f"scale_w[{i}]": scales[i].w} if scales else {}
+        used = [*recipe.numbers("x", f"weight[{i}]", f"bias[{i}]"), recipe.results[i]]
+        numbers.append(used + recipe.numbers("scale_x", f"scale_w[{i}]"))
+    if gathered:
+        rows, *their_scales = recipe.results[len(launches) :]
+        numbers.append([recipe.number("x"), rows, recipe.number("scale_x"), *their_scales])
+    written, outs = (*(product for *_, product in launches), *gathered), (*operands.outs, *operands.gathered)
+    if recipe.in_place(**read) and in_place(written, outs):
+        workspace.remember(recipe, enqueue, numbers, by_copy_engine)
+
+
+_kernel: Any = torch.ops.flux._ag_gemm.default
+_collect: Any = torch.ops.flux._collect.default

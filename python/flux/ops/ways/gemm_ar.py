@@ -5,7 +5,7 @@ matrices, and scales canonical.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,18 @@ from flux.plan.choose import Plan
 Tensor = torch.Tensor
 
 
+class Operands(NamedTuple):
+    """A call whose x, residual and sum are matrices. scales: canonical."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transpose_weight: bool
+    residual: Tensor | None
+    total: Tensor
+    scales: Scales | None
+
+
 def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
     """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
     found = [] if bias is None else [bias]
@@ -47,16 +59,8 @@ def rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
     return None if residual is None else residual.reshape(m, n)
 
 
-def unfused(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group: ProcessGroup,
-    total: Tensor,
-    scales: Scales | None,
-) -> None:
+def unfused(operands: Operands, group: ProcessGroup) -> None:
+    x, weight, bias, transpose_weight, residual, total, scales = operands
     if total.numel() == 0:
         return
     product = total
@@ -75,19 +79,9 @@ def unfused(
         total.copy_(product)
 
 
-def composed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group: ProcessGroup,
-    total: Tensor,
-    same: Same,
-    scales: Scales | None,
-    recipe: repeat.Recipe | None,
-) -> None:
+def composed(operands: Operands, group: ProcessGroup, same: Same, recipe: repeat.Recipe | None) -> None:
     """total = gemm_rs, then all_gather. recipe: of the call if it has no other launches."""
+    x, weight, bias, transpose_weight, residual, total, scales = operands
     part = scatter.Call(x, weight, bias, transpose_weight, scales=scales)
     shard = front.below(scatter.GEMM_RS, part, group, same, recipe)
     if residual is not None:
@@ -106,16 +100,12 @@ def composed(
 def fused_cuda(
     workspace: CudaWorkspace,
     plan: Plan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    total: Tensor,
+    call: Operands,
     end: End,
-    scales: Scales | None,
     repeated: tuple[repeat.Recipe, Tensor] | None = None,
 ) -> Made | None:
     """Launches the kernel. repeated: recipe (flux.comm.repeat) and result of a call that is to be known."""
+    x, weight, bias, _, residual, total, scales = call
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
     # Large sums take two launches, whose second adds the squares of a row in another order.
@@ -150,17 +140,8 @@ def fused_cuda(
     return made
 
 
-def fused_cpu(
-    workspace: CpuWorkspace,
-    plan: Plan,
-    epoch: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    total: Tensor,
-    scales: Scales | None,
-) -> None:
+def fused_cpu(workspace: CpuWorkspace, plan: Plan, epoch: int, operands: Operands) -> None:
+    x, weight, bias, _, residual, total, scales = operands
     partial = plain.reference(x, weight, None, plan.transpose_weight, *(scales or ()))
     sum_over_ranks(workspace, plan, epoch, partial, total, addends(bias, residual, plan.n))
 
