@@ -16,7 +16,7 @@ import flux.layers
 from flux.testing import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = ROOT / "tests" / "typed"
+PROJECT = Path(__file__).with_name("typed")
 
 # Both kinds of failure: an error that nobody expects, and an expected one that does not come.
 PLANTED = """
