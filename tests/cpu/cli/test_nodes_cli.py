@@ -47,7 +47,7 @@ def test_bench_rows_say_that_they_are_emulated(tmp_path: Path) -> None:
         "--rounds",
         "1",
     ]
-    done = runner.invoke(app, ["bench", *arguments, "--iters", "1", "--json", str(path), "--yes"])
+    done = runner.invoke(app, ["bench", *arguments, "--iters", "1", "--json", str(path)])
     assert done.exit_code == 0, done.output
     assert "2 nodes x 2, emulated" in done.output
     told = json.loads(path.read_text())

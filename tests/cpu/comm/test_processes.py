@@ -102,7 +102,7 @@ SCENARIOS = {
     "terminated": Scenario((CALLERS, "fork", "FOLDER"), signal.SIGTERM, (*BUSY, "child"), spared="child"),
     "survivor": Scenario((CALLERS, "survivor", "FOLDER"), signal.SIGTERM, ("left", *BUSY)),
     # The caller, its fork server, the holder of the store and two ranks, which have many rounds to do.
-    "bench": Scenario((*BENCH, "--rounds", "4000", "--yes"), signal.SIGINT, alive=5, delay_s=0.5, group=True),
+    "bench": Scenario((*BENCH, "--rounds", "4000"), signal.SIGINT, alive=5, delay_s=0.5, group=True),
 }
 
 
