@@ -14,7 +14,7 @@ from flux.calls import argument_types
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_ also for parameters on several meshes, and plain ones beside DTensors.
+    """``torch.nn.utils.clip_grad_norm_``, also for parameters on several meshes and plain ones.
 
     torch's own is right if all gradients are DTensors on one mesh, and raises where they are not. A part
     counts on the rank that has it, and what all ranks have counts once; that includes plain parameters, whose
@@ -22,7 +22,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: such as model.parameters(), or one; of any shapes and dtypes.
-        max_norm, norm_type: as of torch.nn.utils.clip_grad_norm_.
+        max_norm, norm_type: as of ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
         The norm before clipping, a plain tensor that is the same on all ranks.

@@ -62,7 +62,7 @@ def gemm_rs(
         ValueError: an argument does not fit, or needs a gradient in a call with `out` or scales; `out` shares
             memory with an input; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
-            flux.check(group=group) raises it.
+            flux.check raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
 
     Example::
