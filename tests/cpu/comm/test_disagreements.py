@@ -313,7 +313,7 @@ def other_build() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_facts() -> Iterator[None]:
-    with mock.patch.object(CpuWorkspace, "facts", side_effect=OSError("no such GPU")):
+    with mock.patch.object(CpuWorkspace, "handshake", side_effect=OSError("no such GPU")):
         yield
 
 

@@ -435,6 +435,8 @@ def test_no_room_and_no_access_are_alike(how: str) -> None:
     results = spawn(without_room, 2, how, backend="gloo")
     assert results[0] == results[1]
     first, second, off = results[0]
+    # Other processes use the same file system meanwhile.
+    first, second = (re.sub(r"\d+ free", "some free", told) for told in (first, second))
     assert first == second and first.startswith("flux.gemm_rs: no shared memory: rank 1: "), first
     assert ("is not there or not writable. Mount" in first) == (how == "read-only")
     assert first.endswith("(containers: --shm-size), or let torch carry the calls (FLUX_FUSED=off)")
