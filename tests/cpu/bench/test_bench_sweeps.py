@@ -16,15 +16,13 @@ from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem
 from flux.comm.cuda import CudaWorkspace
 from flux.fp8.scales import Scaling
-from flux.ops import ag_gemm, gemm_rs
-from flux.ops.ways import exchange
-from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways import ag_gemm, exchange, gemm_ar, gemm_rs
 from flux.plan.choose import PLANNERS, PlanInput
 
 CONTEXT = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
 ADDRESS, EPOCH, SMS = 77, 5, 132
 # The modules whose kernels the operators launch.
-KERNELS = {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm, "gemm_ar": gemm_ar_ways, "all_reduce": exchange}
+KERNELS = {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm, "gemm_ar": gemm_ar, "all_reduce": exchange}
 
 
 @dataclass
@@ -48,6 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Launches:
     )
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "num_sms", SMS, raising=False)
+    monkeypatch.setattr(workspace, "group", None, raising=False)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def enter(plan: Any) -> Any:
