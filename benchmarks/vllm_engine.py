@@ -11,6 +11,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import statistics
@@ -39,7 +40,6 @@ COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
-LOOKED_S = 1.0
 # A sample is the median over so long, after as long that does not count: a GPU that was idle
 # needs a while to reach its clock, and an engine that was stopped to be back in the caches.
 STEADY_S = 0.5
@@ -359,12 +359,12 @@ class Commands:
                 "tokens": list(answer.outputs[0].token_ids),
                 "logprobs": [_logprobs(step) for step in answer.outputs[0].logprobs],
             }
-            for answer in self._generate(prompts, count, logprobs=5)
+            for answer in self._generate(prompts, [count] * len(prompts), logprobs=5)
         ]
 
     def forced(self, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
         """Per prompt and position but the first: {token: logprob} of the prompt's and the best token."""
-        answers = self._generate(prompts, 1, prompt_logprobs=1)
+        answers = self._generate(prompts, [1] * len(prompts), prompt_logprobs=1)
         return [[_logprobs(step) for step in answer.prompt_logprobs[1:]] for answer in answers]
 
     def prefill(self, prompts: list[list[int]]) -> float:
@@ -380,11 +380,14 @@ class Commands:
         first = self._steady(prompts, 1)
         return self._steady(prompts, 1, 1 + count) - first
 
-    def trace(self, count: int, longest: int, per_s: float, vocabulary: int) -> dict[str, Any]:
-        """vllm_trace.summary of its first requests, which arrive `per_s` a second; 0: all at once."""
+    def trace(self, count: int, longest: int, _per_s: float, vocabulary: int) -> dict[str, Any]:
+        """Seconds of the first requests of vllm_trace.py, all at once."""
+        draw = random.Random(vllm_trace.SEED)
         wanted = vllm_trace.requests(count, longest)
-        served = vllm_trace.serve(self.llm.llm_engine, wanted, per_s, vocabulary)
-        return vllm_trace.summary(wanted, per_s, served)
+        prompts = [random_prompt(draw, each.prompt, vocabulary) for each in wanted]
+        start = time.perf_counter()
+        self._generate(prompts, [each.answer for each in wanted])
+        return {"seconds": time.perf_counter() - start}
 
     def state(self) -> list[dict[str, Any]]:
         """Probe.probe_state of every rank."""
@@ -401,16 +404,6 @@ class Commands:
         found: dict[str, Any] = self.llm.collective_rpc("probe_profile", args=(False,))[0]
         return {"ms": [round(seconds * 1e3, 3) for seconds in times], **found}
 
-    def host(self, prompts: list[list[int]], count: int = 1) -> list[dict[str, Any]]:
-        """host_profile.summary of every rank during `count` tokens of all prompts, for LOOKED_S."""
-        self._timed(prompts, count)
-        self.llm.collective_rpc("probe_host", args=(True,))
-        seconds = 0.0
-        while seconds < LOOKED_S:
-            seconds += self._timed(prompts, count)
-        found: list[dict[str, Any]] = self.llm.collective_rpc("probe_host", args=(False,))
-        return found
-
     def _steady(self, prompts: list[list[int]], least: int, count: int = 1) -> float:
         """Median seconds until each prompt has `count` tokens: of at least so many times, and over STEADY_S,
         after STEADY_S that do not count.
@@ -423,16 +416,20 @@ class Commands:
 
     def _timed(self, prompts: list[list[int]], count: int) -> float:
         start = time.perf_counter()
-        self._generate(prompts, count)
+        self._generate(prompts, [count] * len(prompts))
         return time.perf_counter() - start
 
-    def _generate(self, prompts: list[list[int]], count: int, **more: int) -> Any:
+    def _generate(self, prompts: list[list[int]], counts: list[int], **more: int) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **more
-        )
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, **more}
+        sampling = [SamplingParams(max_tokens=count, min_tokens=count, **greedy) for count in counts]
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+
+
+def random_prompt(draw: random.Random, length: int, vocabulary: int) -> list[int]:
+    """Without the ends of the vocabulary, which may be special."""
+    return [draw.randrange(3, vocabulary - 12) for _ in range(length)]
 
 
 def _logprobs(step: dict[int, Any]) -> dict[int, float]:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import host_profile
 import kernel_profile
 
 # Of normal numbers in fp8, whose largest is 448.
@@ -54,10 +53,6 @@ class Probe:
             self.probed = kernel_profile.start(cuda)
             return None
         return kernel_profile.summary(self.probed, cuda)
-
-    def probe_host(self, starts: bool) -> dict[str, Any] | None:
-        """Starts to look at what this rank's host does; then stops, and sums it up."""
-        return host_profile.start() if starts else host_profile.summary()
 
 
 def fill_with_weights(model: Any) -> None:

@@ -116,7 +116,10 @@ class Client:
         return states
 
     def trace(self, count: int, longest: int, per_s: float, _vocabulary: int) -> dict[str, Any]:
-        """As vllm_engine.Commands.trace. Raises RuntimeError if a request was not answered in full."""
+        """Of the first requests of vllm_trace.py, which arrive `per_s` a second, 0: all at once: seconds,
+        tokens of answers a second, seconds to first and to further tokens. Raises RuntimeError if a request
+        was not answered in full.
+        """
         wanted = vllm_trace.requests(count, longest)
         path = self.model.parent / "trace.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in timed(wanted, per_s)))
@@ -160,7 +163,7 @@ def run_client(options: list[str]) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """As vllm_trace.summary."""
+    """Seconds of what vLLM's client found."""
 
     def seconds(name: str) -> dict[str, float]:
         return {part: float(found[f"{part}_{name}_ms"]) / 1e3 for part in ("median", "p99")}

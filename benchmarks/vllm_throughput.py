@@ -22,10 +22,10 @@ every metric the median counts.
 - prompt N (--prompts): the same of a single prompt of N tokens.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
-  all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
-  With --api-server only this is measured: requests go to `vllm serve` by HTTP (vllm_server.py).
+  all at once. With --api-server only this is measured: requests go to `vllm serve` by HTTP (vllm_server.py);
+  with --arrivals, also the times to their first and further tokens if so many arrive in a second.
 - profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
-  without any (kernel_profile.py); of single prompts and decoding, what all ranks' hosts do (host_profile.py).
+  without any (kernel_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
@@ -35,8 +35,6 @@ All that uses NVLink multicast is off, and so is vLLM's fusion in all runs. With
 as users have them, and a run of flux may leave all to vLLM; multicast is on then, unless the environment
 forbids it (NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1), in which case FlashInfer sums without.
 The file is written after each round, and no round begins that would not end before --timeout.
-To measure several models in one go, start N of these with --turns FOLDER N: all their engines come up at the
-same time, then one benchmark after the other measures.
 Ends with 1 if something is wrong: a GPU whose clock is low under load (then no engine is waited for), an
 engine that did not come up, a flux run without flux (be it only for its experts), a stock run with it.
 """
@@ -44,10 +42,8 @@ engine that did not come up, a flux run without flux (be it only for its experts
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
-import os
 import random
 import signal
 import statistics
@@ -58,10 +54,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vllm_compare import compare_all, faults_of
-from vllm_engine import RUN, Engine, Gone, Settings, stop
+from vllm_engine import RUN, Engine, Gone, Settings, random_prompt, stop
 from vllm_models import MODELS, POSITIONS, TWINS, Model
 from vllm_trace import requests
 
@@ -82,8 +78,8 @@ LEAST_TRACE_S = 20
 class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
     prompts: how many tokens those have that are to be answered; trace: how many requests; arrivals: how many
-    of them in a second, for each way to serve them (0: all at once); trace_rounds: how often; singles: tokens
-    of prompts that come alone; api_server: the trace only, by HTTP."""
+    of them in a second, for each way to serve them (0: all at once; others by HTTP); trace_rounds: how often;
+    singles: tokens of prompts that come alone; api_server: the trace only, by HTTP."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -166,8 +162,7 @@ class Measurement:
         work, generator = self.work, random.Random(0)
 
         def prompts(*lengths: int) -> list[list[int]]:
-            # Without the ends of the vocabulary, which may be special.
-            return [[generator.randrange(3, self.model.vocabulary - 12) for _ in range(n)] for n in lengths]
+            return [random_prompt(generator, n, self.model.vocabulary) for n in lengths]
 
         self.keep("state_at_start", self.each("state"))
         if work.api_server:
@@ -202,10 +197,6 @@ class Measurement:
             for name, asked in {"prefill": (long, 1), **wanted}.items():
                 for run, found in self.each("profile", *asked).items():
                     self.runs[run].setdefault("profiles", {})[name] = found
-            for name, (command, *asked) in metrics.items():
-                if command != "prefill":
-                    for run, of_ranks in self.each("host", *asked).items():
-                        self.runs[run].setdefault("host", {})[name] = of_ranks
             write()
         self.keep("state", self.each("state"))
 
@@ -223,7 +214,7 @@ class Measurement:
             for per_s in work.arrivals:
                 arguments = (work.trace, model.length, per_s, model.vocabulary)
                 answers = self.each("trace", *arguments, rotate=turn)
-                for run, answer in answers.items():
+                for run, answer in answers.items() if work.api_server else ():
                     traces = self.runs[run].setdefault("traces", {})
                     traces.setdefault(f"{per_s:g} per s" if per_s else "at once", []).append(answer)
                 if not per_s:
@@ -282,19 +273,6 @@ def complete(record: dict[str, Any], measured: Measurement, options: argparse.Na
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def wait_for_turn(folder: Path, count: int, deadline: float) -> IO[str]:
-    """Until the engines of `count` benchmarks are up, and no other benchmark measures. After the deadline it
-    waits for no further ones to come up. Returns the lock, to be closed when the engines have ended.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{os.getpid()}.up").touch()
-    while len(list(folder.glob("*.up"))) < count and time.monotonic() < deadline:
-        time.sleep(0.2)
-    lock = (folder / "turn").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
 
 
 def take_clocks(record: dict[str, Any], key: str) -> list[str]:
@@ -364,21 +342,15 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=[],
         metavar="R",
-        help="serve it at R requests a second, too",
+        help="with --api-server: serve it at R requests a second, too",
     )
     parser.add_argument(
         "--api-server", action="store_true", help="the trace only, by HTTP, as `vllm bench serve` sends it"
     )
-    parser.add_argument("--profile", action="store_true", help="record kernels and hosts, too")
+    parser.add_argument("--profile", action="store_true", help="record kernels, too")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
-    parser.add_argument(
-        "--turns",
-        nargs=2,
-        metavar=("FOLDER", "N"),
-        help="N of these benchmarks share the GPUs, and FOLDER, which is empty at first",
-    )
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument(
         "--logs", type=Path, help="folder of the engines' logs and caches (default temporary)"
@@ -391,6 +363,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--prompts: at most {POSITIONS - 1} tokens, and one at least")
     if options.api_server and (options.decode or options.prompts or options.profile):
         parser.error("--api-server: without --decode, --prompts and --profile")
+    if options.arrivals and not options.api_server:
+        parser.error("--arrivals: with --api-server")
     if options.fp8 and MODELS[options.model].experts:
         parser.error(f"--fp8: {options.model} has experts")
     return options
@@ -425,7 +399,6 @@ def main() -> int:
     settings.write_model()
     say(f"logs in {folder}")
     engines: dict[str, Engine] = {}
-    lock: IO[str] | None = None
     try:
         for run in options.runs:
             engines[run] = Engine(run, settings)
@@ -438,11 +411,7 @@ def main() -> int:
         if not options.cpu:
             measured.faults += take_clocks(record, "gpus_load")
         if not measured.faults:
-            up = start + START_SHARE * options.timeout
-            measured.wait_until_ready(up)
-            if options.turns:
-                lock = wait_for_turn(Path(options.turns[0]), int(options.turns[1]), up)
-                say("its turn")
+            measured.wait_until_ready(start + START_SHARE * options.timeout)
             measured.take_all(options.rounds, write)
             if not options.cpu:
                 measured.faults += take_clocks(record, "gpus_after")
@@ -450,8 +419,6 @@ def main() -> int:
         print_tables(record)
     finally:
         stop(engines)
-        if lock:
-            lock.close()
     return 1 if record["faults"] else 0
 
 

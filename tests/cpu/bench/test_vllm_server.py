@@ -182,3 +182,5 @@ def test_what_a_server_is_not_asked(benchmark: Any, options: list[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark.options_of(["--api-server", *options])
     assert benchmark.options_of(["--api-server", "--arrivals", "20"]).api_server
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--arrivals", "20"])

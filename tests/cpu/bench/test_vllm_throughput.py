@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import math
 import os
@@ -29,26 +28,53 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "run", "expected"),
+    ("run", "model", "expected"),
     [
-        ("llama-3-8b", "stock-eager", ("off", "off")),
-        ("llama-3-8b", "flux-eager", ("auto", "off")),
-        ("qwen3-30b-a3b", "stock-graph", ("off", "off")),
-        ("qwen3-30b-a3b", "flux-graph", ("auto", "auto")),
+        # FLUX_VLLM, _MOE, _MIN_TOKENS, _SEQUENCE
+        ("stock-graph", "llama-3-8b", ["off", "off", "auto", None]),
+        ("stock-eager", "qwen3-30b-a3b", ["off", "off", "auto", None]),
+        ("flux-eager", "llama-3-8b", ["auto", "off", "auto", None]),
+        ("flux-graph", "qwen3-30b-a3b", ["auto", "auto", "auto", None]),
+        ("flux-from256-unfused-graph", "llama-3-8b", ["auto", "off", "256", None]),
+        ("flux-seq1024-graph", "llama-3-8b", ["auto", "off", "auto", "1024"]),
+        ("flux-from8-seq1024-graph", "llama-3-8b", ["auto", "off", "8", "1024"]),
     ],
 )
-def test_flux_is_on_in_its_own_runs_only(
+def test_settings_are_those_of_the_run(
     benchmark: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    model: str,
     run: str,
-    expected: tuple[str, str],
+    model: str,
+    expected: list[str | None],
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # that of the shell counts for nothing
-    settings = benchmark.Settings(benchmark.MODELS[model], 2, 1, 0.1, 60, False, tmp_path)
+    monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
+    settings = benchmark.Settings(benchmark.MODELS[model], 2, None, 0.1, 60, False, tmp_path, True)
     environment = settings.environment(run)
-    assert (environment["FLUX_VLLM"], environment["FLUX_VLLM_MOE"]) == expected
+    names = ("", "_MOE", "_MIN_TOKENS", "_SEQUENCE")
+    assert [environment.get(f"FLUX_VLLM{name}") for name in names] == expected
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
+    assert benchmark.options_of(["--runs", run]).runs == [run]
+    for wrong in ("stock-from256-graph", "flux-from-graph"):
+        with pytest.raises(SystemExit):
+            benchmark.options_of(["--runs", wrong])
+    environment = replace(settings, min_tokens=1, defaults=False).environment("flux-graph")
+    assert environment["FLUX_VLLM_MIN_TOKENS"] == "1"
+    assert environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+
+
+def test_all_requests_of_a_trace_come_at_once(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = importlib.import_module("vllm_engine").Commands(None)
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def generate(prompts: list[list[int]], counts: list[int]) -> None:
+        asked.append(([len(prompt) for prompt in prompts], counts))
+
+    monkeypatch.setattr(commands, "_generate", generate)
+    assert commands.trace(20, 512, 0.0, 100)["seconds"] > 0
+    wanted = benchmark.requests(20, 512)
+    assert asked == [([each.prompt for each in wanted], [each.answer for each in wanted])]
 
 
 def test_models(benchmark: Any) -> None:
@@ -66,15 +92,6 @@ def test_models(benchmark: Any) -> None:
     assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 0, 0, 8, 4]
     mixtral = benchmark.MODELS["mixtral-8x7b"].config()
     assert (mixtral["model_type"], mixtral["num_local_experts"]) == ("mixtral", 8)
-
-
-def test_by_default_flux_has_its_own_thresholds(benchmark: Any, tmp_path: Path) -> None:
-    settings = benchmark.Settings(
-        benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, defaults=True
-    )
-    environment = settings.environment("flux-graph")
-    assert environment["FLUX_VLLM_MIN_TOKENS"] == "auto"
-    assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
 
 
 def test_an_engine_that_does_not_come_up_says_why(
@@ -338,65 +355,6 @@ def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
     settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path)
     captured = settings.arguments("flux-graph")["compilation_config"]["cudagraph_capture_sizes"]
     assert max(captured) == 512
-
-
-def test_a_run_may_have_settings_of_its_own(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
-    settings = benchmark.Settings(benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, True)
-    names = ("MIN_TOKENS", "SEQUENCE")
-    found = {
-        run: [settings.environment(run).get(f"FLUX_VLLM_{name}") for name in names]
-        for run in (
-            "stock-graph",
-            "flux-graph",
-            "flux-from256-unfused-graph",
-            "flux-seq1024-graph",
-            "flux-from8-seq1024-graph",
-        )
-    }
-    assert list(found.values()) == [
-        ["auto", None],
-        ["auto", None],
-        ["256", None],
-        ["auto", "1024"],
-        ["8", "1024"],
-    ]
-    assert benchmark.options_of(["--fp8", "--runs", *found]).runs == list(found)
-    for wrong in ("stock-from256-graph", "flux-from-graph"):
-        with pytest.raises(SystemExit):
-            benchmark.options_of(["--runs", wrong])
-    settings = replace(settings, min_tokens=1)
-    assert settings.environment("flux-graph")["FLUX_VLLM_MIN_TOKENS"] == "1"
-
-
-def test_benchmarks_that_share_gpus_measure_in_turns(benchmark: Any, tmp_path: Path) -> None:
-    folder, count = tmp_path / "turns", 3
-    ways = [os.pipe() for _ in range(count)]
-    children = []
-    for _, write in ways:
-        if (child := os.fork()) == 0:
-            lock = benchmark.wait_for_turn(folder, count, time.monotonic() + 60)
-            up = len(list(folder.glob("*.up")))
-            start = time.monotonic()
-            time.sleep(0.2)
-            os.write(write, json.dumps([up, start, time.monotonic()]).encode())
-            lock.close()
-            os._exit(0)
-        children.append(child)
-        time.sleep(0.1)
-    for child in children:
-        assert os.waitpid(child, 0)[1] == 0
-    found = sorted((json.loads(os.read(read, 1000)) for read, _ in ways), key=lambda each: each[1])
-    assert [up for up, _, _ in found] == [count] * count
-    for (_, _, end), (_, start, _) in itertools.pairwise(found):
-        assert end <= start
-
-
-def test_a_benchmark_that_never_comes_up_is_not_waited_for(benchmark: Any, tmp_path: Path) -> None:
-    with benchmark.wait_for_turn(tmp_path, 2, time.monotonic() + 0.3) as lock:
-        assert lock.writable()
 
 
 def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:

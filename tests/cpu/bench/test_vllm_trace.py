@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import statistics
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -40,77 +38,6 @@ def test_requests_are_of_many_lengths_and_fit(trace: Any) -> None:
     arrivals = [each.arrives for each in wanted]
     assert arrivals[0] == 0 and arrivals == sorted(arrivals)
     assert 0.9 < arrivals[-1] / len(arrivals) < 1.1
-
-
-class Clock:
-    """time, of which only a step of the engine and sleep take some."""
-
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-class Engine:
-    """In each step, which takes a second, the oldest request gets a token."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.left: dict[str, int] = {}
-        self.added: list[tuple[str, float, int]] = []
-
-    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
-        assert sampling.output_kind == "delta" and sampling.max_tokens == sampling.min_tokens
-        self.added.append((name, self.clock.now, len(prompt["prompt_token_ids"])))
-        self.left[name] = sampling.max_tokens
-
-    def step(self) -> list[Any]:
-        self.clock.now += 1
-        name = next(iter(self.left))
-        self.left[name] -= 1
-        finished = not self.left[name]
-        if finished:
-            del self.left[name]
-        tokens = types.SimpleNamespace(token_ids=[5])
-        return [types.SimpleNamespace(request_id=name, outputs=[tokens], finished=finished)]
-
-
-@pytest.fixture
-def engine(trace: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    vllm: Any = types.ModuleType("vllm")
-    vllm.SamplingParams = types.SimpleNamespace
-    params: Any = types.ModuleType("vllm.sampling_params")
-    params.RequestOutputKind = types.SimpleNamespace(DELTA="delta")
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    clock = Clock()
-    monkeypatch.setattr(trace, "time", clock)
-    return Engine(clock)
-
-
-def test_all_at_once(trace: Any, engine: Engine) -> None:
-    wanted = [trace.Request(7, 2, 0.0), trace.Request(3, 3, 5.0)]
-    served = trace.serve(engine, wanted, 0, 100)
-    assert engine.added == [("0", 100.0, 7), ("1", 100.0, 3)]
-    assert served == [trace.Served(1.0, 2.0, 2), trace.Served(3.0, 5.0, 3)]
-    assert trace.summary(wanted, 0, served) == {
-        "seconds": 5.0,
-        "tokens_per_s": 1.0,
-        "first_s": {"median": 2.0, "p99": 3.0},
-        "further_s": {"median": 1.0, "p99": 1.0},
-    }
-
-
-def test_requests_that_arrive_wait_for_the_end_of_a_step(trace: Any, engine: Engine) -> None:
-    wanted = [trace.Request(7, 2, 0.0), trace.Request(3, 1, 3.0), trace.Request(3, 1, 18.0)]
-    served = trace.serve(engine, wanted, 2, 100)
-    # The second comes 1.5 s after the first, amid its last step; the third when nothing is left to do.
-    assert [at for _, at, _ in engine.added] == [100.0, 102.0, 109.0]
-    assert served == [trace.Served(1.0, 2.0, 2), trace.Served(1.5, 1.5, 1), trace.Served(1.0, 1.0, 1)]
-    assert trace.summary(wanted, 2, served)["seconds"] == 10.0
 
 
 def test_the_times_of_a_trace_are_shown() -> None:
