@@ -2,7 +2,7 @@
 
     python tools/vllm_uses.py vllm-0.33.0-….whl …
 
-Prints a table for docs/design/vllm.md: for each name, in which of the wheels it is. Exit status 1 if the
+Prints a table for docs/design/vllm.md: names by part, and in which of the wheels they are. Exit status 1 if the
 newest one lacks any that is not optional.
 """
 
@@ -129,13 +129,15 @@ def _defines(node: ast.AST, name: str) -> bool:
 
 
 def table(wheels: list[Wheel]) -> str:
-    """The Markdown table: names with the versions that have them."""
-    rows = ["| part | name | in |", "|---|---|---|"]
+    """The Markdown table: names by part, and the versions that have them."""
     versions = [wheel.version for wheel in wheels]
+    found: dict[tuple[str, str], list[str]] = {}
     for use in NAMES:
         have = [wheel.version for wheel in wheels if wheel.lacks(use) is None]
-        found = "all" if have == versions else ", ".join(have) or "none"
-        rows.append(f"| {use.part} | `{use.path}` | {found} |")
+        where = "all" if have == versions else ", ".join(have) or "none"
+        found.setdefault((use.part, where), []).append(f"`{use.path}`")
+    rows = [f"| {part} | {', '.join(names)} | {where} |" for (part, where), names in found.items()]
+    rows = ["| part | names | in |", "|---|---|---|", *rows]
     return "\n".join([f"Looked up in {', '.join(versions)}.", "", *rows])
 
 
