@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from flux.integrations.vllm.predict import FUSED_BY_VLLM_BYTES, MOST_TOKENS, Model, predict
+from flux.integrations.vllm.predict import FUSED_BY_VLLM_BYTES, Model, predict
+from flux.integrations.vllm.ranges import experts_from
 from flux.integrations.vllm.thresholds import MEASURED_GPU
 
-# What the plugin did before it asked for measurements.
-_BEFORE_FROM = 128
 # Settings with which quantised models are flux's, too.
 ASKED = {"FLUX_VLLM_MIN_TOKENS": "256", "FLUX_VLLM_SEQUENCE": "2048"}
 
@@ -34,24 +33,24 @@ MODELS = (
 )
 
 
-def before(model: Model, ranks: int) -> list[tuple[int, str]]:
-    """The same, of flux before it had thresholds, sums with norm and sequence parallelism."""
-    start = max(_BEFORE_FROM, FUSED_BY_VLLM_BYTES[ranks] // (model.hidden * 2) + 1)
-    return [(1, "vLLM")] + ([(start, "gemm_ar")] if not model.quantised and start <= MOST_TOKENS else [])
-
-
 def _now(model: Model, ranks: int) -> list[tuple[int, str]]:
     return predict(model, ranks, MEASURED_GPU).runs
 
 
 def table() -> str:
     """The Markdown table."""
-    lines = ["| model | ranks | now | before |", "|---|---|---|---|"]
+    lines = ["| model | ranks | layers | experts |", "|---|---|---|---|"]
     for model in MODELS:
         for ranks in FUSED_BY_VLLM_BYTES:
-            now, then = (_cell(found) for found in (_now(model, ranks), before(model, ranks)))
-            lines.append(f"| {model.name} | {ranks} | {now} | {then} |")
+            lines.append(f"| {model.name} | {ranks} | {_cell(_now(model, ranks))} | {_experts(model)} |")
     return "\n".join(lines)
+
+
+def _experts(model: Model) -> str:
+    if not model.experts:
+        return ""
+    plain = not model.quantised and "mxfp4" not in model.name
+    return f"1: vLLM; {experts_from()[0]}: flux" if plain else "1: vLLM"
 
 
 def quantised() -> str:

@@ -20,7 +20,7 @@ spec.loader.exec_module(tool)
 
 @pytest.fixture(autouse=True)
 def measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MIN_TOKENS", "TUNING", "SEQUENCE"):
+    for name in ("MIN_TOKENS", "TUNING", "SEQUENCE", "MOE"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
 
 
@@ -41,7 +41,6 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranges(experts) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar"), (1605, "sequence parallel")]
     quantised = tool.Model("", 8192, 8192, 28672, quantised="awq")
     assert ranges(quantised) == [(1, "all_reduce"), (129, "vLLM")]
-    assert tool.before(quantised, 4) == [(1, "vLLM")]
     fp8 = tool.Model("", 8192, 8192, 28672, quantised="block")
     assert ranges(fp8) == ranges(quantised), "by default, what was not measured is vLLM's"
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "256")
