@@ -2,7 +2,7 @@
 
     python tools/vllm_uses.py vllm-0.33.0-….whl …
 
-Prints a table for docs/design/vllm.md: names by part, and in which of the wheels they are. Exit status 1 if the
+Prints a table for docs/design/vllm.md: names by part, and in which wheels they are. Exit status 1 if the
 newest one lacks any that is not optional.
 """
 
