@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -309,45 +308,7 @@ def candidates(
         makers[ENGINE] = lambda: make(engine_spec, False, **of_engine)
         makers[f"{ENGINE}, overlap"] = overlapping
         makers[f"{ENGINE} on flux"] = lambda: make(engine_spec, True, **of_engine)
-    for name in settings.names:
-        made_as, variable = variable_of(name)
-        if variable and made_as in makers:
-            makers[name] = makers[made_as]
     return makers
-
-
-def variable_of(name: str) -> tuple[str, dict[str, str]]:
-    """A candidate's name without the variable of the environment that it ends with, and that variable."""
-    found = re.fullmatch(r"(.*), (FLUX_\w+)=(\w+)", name)
-    return (found[1], {found[2]: found[3]}) if found else (name, {})
-
-
-def in_environment(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
-    """A candidate's call, in its environment."""
-    if not variable_of(name)[1]:
-        return call
-
-    def run() -> Any:
-        with environment_of(name):
-            return call()
-
-    return run
-
-
-@contextlib.contextmanager
-def environment_of(name: str) -> Iterator[None]:
-    """The environment of a candidate's calls."""
-    _, variable = variable_of(name)
-    before = {key: os.environ.get(key, "") for key in variable}
-    os.environ.update(variable)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value:
-                os.environ[key] = value
-            else:
-                del os.environ[key]
 
 
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, positions, labels

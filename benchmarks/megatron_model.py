@@ -12,8 +12,7 @@ backward pass, without an optimizer.
 Models with experts run with both of Megatron's dispatchers that need no further package, allgather ("stock")
 and alltoall. Their experts are Megatron's, one GEMM after the other, and for "grouped GEMM" torch's grouped
 GEMM. With Transformer Engine installed, its spec runs stock, with its overlap (tp_comm_overlap), and on flux.
-A candidate that cannot run is listed with the reason. --candidates "flux, FLUX_GROUPED_WGRAD=torch" is flux
-with a variable of the environment, in turns with flux without it.
+A candidate that cannot run is listed with the reason.
 
 Each model has processes of its own, and the file is written after each. A model that would not end before
 --timeout does not begin. With --profile, a pass of each candidate is recorded, too: the times of its kernels
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -48,8 +48,6 @@ from megatron_candidates import (
     batch_of,
     candidates,
     captured,
-    environment_of,
-    in_environment,
     initialise,
     loss_of,
     usual_name,
@@ -78,10 +76,9 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
         if settings.names and name not in ("stock", *settings.names):
             continue
         try:
-            with environment_of(name):
-                model = make()
-                loss = loss_of(model, batch)
-                loss.backward()
+            model = make()
+            loss = loss_of(model, batch)
+            loss.backward()
         except Exception as error:
             if not (settings.model.experts or name.startswith(ENGINE)):
                 raise
@@ -96,8 +93,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
     del gradients, found, loss
     passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "training": {}}
     for name, model in models.items():
-        passes["forward"][name] = in_environment(name, lambda model=model: _forward(model, batch))
-        passes["training"][name] = in_environment(name, lambda model=model: _train(model, batch))
+        passes["forward"][name] = functools.partial(_forward, model, batch)
+        passes["training"][name] = functools.partial(_train, model, batch)
     for kind, calls in passes.items():
         for name, call in calls.items():
             timer.warm(call)
@@ -185,33 +182,6 @@ def package(name: str) -> str | None:
         return None
 
 
-def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """The head of the result file."""
-    import flux
-    from flux import machine
-
-    packages = {name: package(name) for name in ("megatron-core", "transformer-engine")}
-    return {
-        "version": flux.__version__,
-        "commit": machine.commit(),
-        "date": machine.now(),
-        "suite": "megatron_model",
-        "machine": {**machine.describe("cpu" if options.cpu else "cuda"), **packages},
-        "settings": {"tp": options.tp, "rounds": options.rounds, "iters": options.iters},
-        "models": [],
-        "faults": [],
-    }
-
-
-def take_clocks(record: dict[str, Any], key: str) -> list[str]:
-    """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
-    from flux import machine
-
-    gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
-    record["machine"][key] = gpus
-    return machine.throttled(gpus)
-
-
 def measure_all(
     asked: Iterable[tuple[str, Settings]], record: dict[str, Any], deadline: float
 ) -> Iterator[None]:
@@ -292,12 +262,16 @@ def settings_of(options: argparse.Namespace, asked: str) -> Settings:
 
 def main(arguments: list[str] | None = None) -> int:
     from flux._files import write_json
+    from flux.bench.record import head, take_clocks
     from flux.bench.report import make_console
     from flux.cli import training
 
     start = time.monotonic()
     options = options_of(arguments)
-    record = describe(options)
+    record: dict[str, Any] = head("megatron_model", "cpu" if options.cpu else "cuda")
+    record["machine"] |= {name: package(name) for name in ("megatron-core", "transformer-engine")}
+    record["settings"] = {"tp": options.tp, "rounds": options.rounds, "iters": options.iters}
+    record |= {"models": [], "faults": []}
     if not options.cpu:
         record["faults"] += take_clocks(record, "gpus_load")
     if not record["faults"]:

@@ -244,24 +244,18 @@ class Measurement:
 
 def describe(settings: Settings, work: Work) -> dict[str, Any]:
     """The head of the result file, as `flux bench` writes it."""
-    import flux
     from flux import machine
+    from flux.bench.record import head
     from flux.integrations.vllm import installed_version
 
+    result = head("vllm", "cpu" if settings.cpu else "cuda")
+    result["machine"]["vllm"] = installed_version()
+    if settings.defaults and not machine.multicast_is_forbidden():
+        result["machine"]["multicast"] = "as vLLM has it"
     min_tokens = "auto" if settings.min_tokens is None else settings.min_tokens
     kept = {"tp": settings.tp, "min_tokens": min_tokens, "gpu_memory": settings.gpu_memory}
-    kept["defaults"] = settings.defaults
-    found = {**machine.describe("cpu" if settings.cpu else "cuda"), "vllm": installed_version()}
-    if settings.defaults and not machine.multicast_is_forbidden():
-        found["multicast"] = "as vLLM has it"
-    return {
-        "version": flux.__version__,
-        "commit": machine.commit(),
-        "date": machine.now(),
-        "suite": "vllm",
-        "machine": found,
-        "settings": kept | {"model": asdict(settings.model), "work": asdict(work)},
-    }
+    kept |= {"defaults": settings.defaults, "model": asdict(settings.model), "work": asdict(work)}
+    return {**result, "settings": kept}
 
 
 def complete(record: dict[str, Any], measured: Measurement, options: argparse.Namespace) -> None:
@@ -273,17 +267,6 @@ def complete(record: dict[str, Any], measured: Measurement, options: argparse.Na
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def take_clocks(record: dict[str, Any], key: str) -> list[str]:
-    """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
-    import torch
-
-    from flux import machine
-
-    gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
-    record["machine"][key] = gpus
-    return machine.throttled(gpus)
 
 
 def say(text: str) -> None:
@@ -402,7 +385,9 @@ def main() -> int:
     try:
         for run in options.runs:
             engines[run] = Engine(run, settings)
-        record = describe(settings, work)  # while they come up
+        from flux.bench.record import take_clocks  # takes seconds, while they come up
+
+        record = describe(settings, work)
         measured = Measurement(engines, work, model, start + options.timeout, options.profile)
 
         def write() -> None:

@@ -156,6 +156,19 @@ def read(path: str | Path) -> Record:
     return from_json(read_json(path, what=what), f"{what} {path}")
 
 
+def head(suite: str, device: str) -> dict[str, Any]:
+    """What a result says first: of what, where and when."""
+    about = {"version": flux.__version__, "commit": machine.commit(), "date": machine.now(), "suite": suite}
+    return {**about, "machine": machine.describe(device)}
+
+
+def take_clocks(result: dict[str, Any], key: str) -> list[str]:
+    """Keeps in a result what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
+    gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    result["machine"][key] = gpus
+    return machine.throttled(gpus)
+
+
 def write_rows(path: str | Path, what: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
     """Writes raw measurements that are no rows of bench: one head, and a line for each row.
 

@@ -8,7 +8,6 @@ import copy
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,23 +86,6 @@ def result_of(times: dict[str, float]) -> dict[str, Any]:
     head = {"version": "0.2.0", "commit": "60685d2", "date": "2026-11-26", "suite": "megatron_model"}
     settings = {"tp": 2, "rounds": 3, "iters": 3}
     return {**head, "machine": machine, "settings": settings, "models": [model], "faults": ["a fault"]}
-
-
-def test_a_candidate_may_set_a_variable(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = importlib.import_module("megatron_candidates")
-    name = "flux, gathered x kept, FLUX_GROUPED_WGRAD=torch"
-    assert made.variable_of(name) == ("flux, gathered x kept", {"FLUX_GROUPED_WGRAD": "torch"})
-    assert made.variable_of("flux, gathered x kept") == ("flux, gathered x kept", {})
-    monkeypatch.delenv("FLUX_GROUPED_WGRAD", raising=False)
-    with pytest.raises(KeyError, match="a step"), made.environment_of(name):
-        assert os.environ["FLUX_GROUPED_WGRAD"] == "torch"
-        raise KeyError("a step")
-    assert "FLUX_GROUPED_WGRAD" not in os.environ
-    monkeypatch.setenv("FLUX_GROUPED_WGRAD", "kernel")
-    assert made.in_environment(name, lambda: os.environ["FLUX_GROUPED_WGRAD"])() == "torch"
-    assert os.environ["FLUX_GROUPED_WGRAD"] == "kernel", "that of the shell is there again"
-    call = os.getcwd
-    assert made.in_environment("flux", call) is call, "nothing is added to what is timed"
 
 
 TIMES = {"stock": 12.0, "flux": 10.0, "flux, gathered x kept": 8.0, "Transformer Engine": 9.0}

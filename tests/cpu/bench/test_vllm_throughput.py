@@ -384,6 +384,7 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
 ) -> None:
     """One at 85 °C and 390 MHz had slowed down all engines to a third."""
     from flux import machine
+    from flux.bench.record import take_clocks
 
     gpus = [
         {"index": 0, "sm_mhz": 390, "sm_max_mhz": 1980, "temperature_c": 85},
@@ -393,7 +394,7 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     monkeypatch.setattr(machine, "smi_under_load", lambda devices: gpus)
     record: dict[str, Any] = {"machine": {}}
     fault = "GPU 0 runs at 390 of 1980 MHz under load, at 85 °C"
-    assert benchmark.take_clocks(record, "gpus_load") == [fault]
+    assert take_clocks(record, "gpus_load") == [fault]
     assert record["machine"]["gpus_load"] == gpus
 
     class Started:
