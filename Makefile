@@ -141,7 +141,7 @@ bench: build
 	$(PY) -m flux bench $(ARGS)
 
 results: build
-	$(PY) benchmarks/make_results.py $(ARGS)
+	$(PY) benchmarks/make_results.py
 	$(PY) benchmarks/tuning_facts.py
 
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.

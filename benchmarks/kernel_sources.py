@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
+import tarfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -99,54 +100,36 @@ def device_code(sources: tuple[str, ...], read: Read) -> Code:
 
 
 class History:
-    """The commits of a repository, read through one git process."""
+    """The commits of a repository."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._now: dict[tuple[str, ...], Code] = {}
-        self._read = cache(self._show)
-        self._changed = cache(self._compare)
-        command = ["git", "-C", str(root), "cat-file", "--batch"]
-        try:
-            self._git: subprocess.Popen[bytes] | None = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-        except FileNotFoundError:
-            self._git = None
+        self.changed = cache(self._changed)
+        self._sources = cache(self._read)
+        self._now = cache(lambda sources: device_code(sources, self._in_tree))
 
-    def close(self) -> None:
-        if self._git and self._git.stdin and self._git.stdout:
-            with suppress(BrokenPipeError):  # no repository
-                self._git.stdin.close()
-            self._git.wait()
-            self._git.stdout.close()
+    def _git(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(["git", "-C", str(self.root), *arguments], capture_output=True, check=False)
 
-    def _show(self, name: str) -> str | None:
-        """The text of an object, None where there is none of this name."""
-        if not (self._git and self._git.stdin and self._git.stdout):
-            return None
-        try:
-            self._git.stdin.write(f"{name}\n".encode())
-            self._git.stdin.flush()
-        except BrokenPipeError:  # no repository
-            return None
-        head = self._git.stdout.readline().split()
-        if len(head) != 3 or not head[2].isdigit():
-            return None
-        return self._git.stdout.read(int(head[2]) + 1).decode(errors="replace")
+    def _read(self, commit: str) -> dict[str, str]:
+        """The files of csrc at a commit, by path in it; none of a commit that is not there."""
+        archive = self._git("archive", "--format=tar", commit, "csrc")
+        if archive.returncode:
+            return {}
+        found = {}
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            for member in files:
+                if (file := files.extractfile(member)) is not None:
+                    found[member.name.removeprefix("csrc/")] = file.read().decode(errors="replace")
+        return found
 
     def has(self, commit: str) -> bool:
-        return self._read(f"{commit}^{{commit}}") is not None
+        return bool(self._sources(commit))
 
-    def changed(self, op: str, commit: str) -> float:
+    def _changed(self, op: str, commit: str) -> float:
         """The share of the device code of an operator that is not as at a commit that is there."""
-        return self._changed(SOURCES[op], commit)
-
-    def _compare(self, sources: tuple[str, ...], commit: str) -> float:
-        if sources not in self._now:
-            self._now[sources] = device_code(sources, self._in_tree)
-        then = device_code(sources, lambda path: self._read(f"{commit}:csrc/{path}"))
-        return share_changed(then, self._now[sources])
+        sources = SOURCES[op]
+        return share_changed(device_code(sources, self._sources(commit).get), self._now(sources))
 
     def _in_tree(self, path: str) -> str | None:
         file = self.root / "csrc" / path
@@ -154,7 +137,5 @@ class History:
 
     def contains(self, commit: str, ancestor: str) -> bool | None:
         """Whether a commit has another one before it; None where the history does not reach that far."""
-        if not (self.has(commit) and self.has(ancestor)):
-            return None
-        command = ["git", "-C", str(self.root), "merge-base", "--is-ancestor", ancestor, commit]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        found = self._git("merge-base", "--is-ancestor", ancestor, commit).returncode
+        return {0: True, 1: False}.get(found)

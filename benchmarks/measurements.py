@@ -20,9 +20,6 @@ from flux.cli.show import KINDS
 from kernel_sources import EQUAL_RESTS, SOURCES, History
 
 _NAMED_COMMIT = re.compile(r"-([0-9a-f]{7,40})\.json$")
-_LISTED = re.compile(
-    r"^\| \[([^\]]+\.json)\]\([^)]*\) \| (\S+) \|.*\| (same|[<\d]+ %) \| (equal|unequal|–) \|$", re.M
-)
 
 
 @dataclass(frozen=True)
@@ -49,34 +46,23 @@ class Source:
 Judge = Callable[[str, str, str], Marks]
 
 
-class Marker:
-    """Marks of files by the history; where it lacks their commits, as in a shallow clone, those of the page.
+def judging(history: History) -> Judge:
+    """Marks of files by the history. Raises ValueError where it lacks commits, as in a shallow clone."""
 
-    unchecked: files whose marks were taken from the page.
-    """
-
-    def __init__(self, history: History, page: str) -> None:
-        self._history = history
-        listed = _LISTED.findall(page)
-        self._page = {(name, op): Marks(changed, rests != "unequal") for name, op, changed, rests in listed}
-        self.unchecked: list[str] = []
-
-    def __call__(self, name: str, op: str, commit: str) -> Marks:
-        """Raises ValueError if neither the history nor the page knows."""
+    def judge(name: str, op: str, commit: str) -> Marks:
         commit = commit.removesuffix("-dirty")
         if op not in SOURCES:
             raise ValueError(
                 f"{name}: nobody says which kernels {op} has: add it to benchmarks/kernel_sources.py"
             )
-        equal = self._history.contains(commit, EQUAL_RESTS)
-        if equal is not None:
-            equal = equal or operator_of(op) not in OPS  # only bench rests between candidates
-            share = 100 * self._history.changed(op, commit)
-            return Marks("same" if share == 0 else "<1 %" if share < 1 else f"{share:.0f} %", equal)
-        if (name, op) not in self._page:
+        equal = history.contains(commit, EQUAL_RESTS)
+        if equal is None:
             raise ValueError(f"{name}: its commit {commit} is not in this history: fetch all of it")
-        self.unchecked.append(name)
-        return self._page[name, op]
+        share = 100 * history.changed(op, commit)
+        changed = "same" if share == 0 else "<1 %" if share < 1 else f"{share:.0f} %"
+        return Marks(changed, equal or operator_of(op) not in OPS)  # only bench rests between candidates
+
+    return judge
 
 
 @dataclass(frozen=True)
@@ -164,6 +150,19 @@ def operator_of(kind: str) -> str:
     return kind.removesuffix(FP8_KIND)
 
 
+# Of results of whole models by kind: their name, what they list, and whether they are of experts.
+_WHOLE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+    "a result of vllm_throughput.py": (
+        *("vllm", "runs"),
+        lambda data: bool(data["settings"]["model"].get("experts")),
+    ),
+    "a result of megatron_model.py": (
+        *("megatron_model", "models"),
+        lambda data: any(model["shape"]["experts"] for model in data["models"]),
+    ),
+}
+
+
 def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
     """All files of a folder, without its subfolders. Raises ValueError if one is of no known kind."""
     found: list[Measurement] = []
@@ -175,29 +174,26 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
         )
         if kind == "a result of bench":
             _add(found, records.from_json(data), path.name, judge)
-        elif kind == "a result of vllm_throughput.py":
-            op = "vllm_moe" if data["settings"]["model"].get("experts") else "vllm"
-            machine = f"{data['machine']['gpu_count']}× {data['machine']['gpu']}"
-            source = _source(path.name, op, data["commit"], data["date"], machine, len(data["runs"]), judge)
-            others.append(Other(source, data))
-        elif kind == "a result of megatron_model.py":
-            experts = any(model["shape"]["experts"] for model in data["models"])
-            op = "megatron_model_moe" if experts else "megatron_model"
-            machine = f"{data['machine']['gpu_count']}× {data['machine']['gpu']}"
-            source = _source(path.name, op, data["commit"], data["date"], machine, len(data["models"]), judge)
-            others.append(Other(source, data))
+        elif kind in _WHOLE:
+            op, parts, has_experts = _WHOLE[kind]
+            op = f"{op}_moe" if has_experts(data) else op
+            where = (data["commit"], data["date"], _machine(data["machine"]), len(data[parts]))
+            others.append(Other(_source(path.name, op, *where, judge), data))
         elif kind == "losses of a training":
             named = _NAMED_COMMIT.search(path.name)
             if named is None:
                 raise ValueError(f"{path.name}: losses name their commit in the name of the file")
             machine = path.name.split("-")[-2].replace("x", "× NVIDIA ")
-            others.append(
-                Other(_source(path.name, "losses", named[1], path.name[:10], machine, len(data), judge), data)
-            )
+            where = (named[1], path.name[:10], machine, len(data))
+            others.append(Other(_source(path.name, "losses", *where, judge), data))
         else:
             known = "bench, vllm_throughput.py, megatron_model.py or a training"
             raise ValueError(f"{path.name}: no result of {known}: {kind or 'unknown'}")
     return found, others
+
+
+def _machine(about: dict[str, Any]) -> str:
+    return f"{about['gpu_count']}× {about['gpu']}"
 
 
 def _source(name: str, op: str, commit: str, date: str, machine: str, rows: int, judge: Judge) -> Source:
@@ -206,7 +202,7 @@ def _source(name: str, op: str, commit: str, date: str, machine: str, rows: int,
 
 def _add(found: list[Measurement], record: Record, name: str, judge: Judge) -> None:
     """Adds each operator of a file to the measurement of its commit that lacks its rows, or as a new one."""
-    machine = f"{record.machine['gpu_count']}× {record.machine['gpu']}"
+    machine = _machine(record.machine)
     for op in dict.fromkeys(row.kind for row in record.rows):
         rows = [row for row in record.rows if row.kind == op]
         source = _source(name, op, record.commit, record.date, machine, len(rows), judge)

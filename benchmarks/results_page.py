@@ -278,7 +278,7 @@ def losses(found: Sequence[Other]) -> list[str]:
 
 
 def files(measurements: Sequence[Measurement], found: Sequence[Other]) -> str:
-    """Every file, once for each operator in it. The marks of a page are read back from here."""
+    """Every file, once for each operator in it."""
     sources = [s for m in measurements for s in m.sources] + [other.source for other in found]
     rows = []
     for s in sorted(sources, key=lambda s: (s.name, s.op)):

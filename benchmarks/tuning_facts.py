@@ -1,32 +1,29 @@
-"""Writes the measurements by which plans choose (python/flux/measured/shipped) from benchmarks/results.
+"""Writes the measurements by which plans choose, and vLLM's plugin (flux.integrations.vllm.thresholds), from
+benchmarks/results into python/flux/measured/shipped.
 
     python benchmarks/tuning_facts.py
 
-Of each problem the newest measurement counts, also if the kernels have changed since; it is then marked. What
-vLLM's thresholds are made of is added by benchmarks/make_measured.py.
+Of each problem the newest measurement counts, also if the kernels have changed since; it is then marked. Of
+whole models in vLLM the newest run of each number of columns in the residual counts.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from flux import _native
 from flux.bench import record
-from flux.bench.model import Row
 from flux.bench.tune import facts_of
+from flux.integrations.vllm import thresholds
+from flux.integrations.vllm.thresholds import Decode, Prefill
 from flux.measured import files as store
-from flux.measured.machine import Machine
+from flux.measured.machine import Machine, of_result
 from flux.measured.times import Fact
-from kernel_sources import SOURCES, History  # noqa: E402
-from make_measured import machine_of  # noqa: E402
-from make_measured import measured as measured_of_vllm
+from kernel_sources import SOURCES, History
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,13 +31,27 @@ LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
 FEW_ROWS = RESULTS / "tuning" / "2026-11-23-few-rows-1xH200.json"
 PAIRS_SINCE = "2026-11-27"  # in results
 FEW_ROWS_AT = "2026-11-23T03:36"  # of its commit: results of the same day are newer
+LARGE_FROM = 256  # a larger m is not in the suite of gemm_ar
+# Of results that do not have them: bits of the bus by the memory's clock in MHz (HBM3e and HBM3), and the
+# rate of NVLink-4, 18 links.
+_BUS_BITS, _LINK_GB_PER_S = {3201: 6144, 2619: 5120}, 478.1
 FILE = store.SHIPPED / "sm90-132-4.9TBs.json"  # of the machine with most measurements
 
 
-def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row, list[Fact]]]:
-    """Every row of a result file with what it says about ways, and the name of the file, oldest first."""
-    history = History(ROOT)
-    read = [(json.loads(path.read_text()), path) for path in sorted(results.glob("*.json"))]
+def machine_of(about: dict[str, Any]) -> Machine:
+    """The machine of a result, by what it says of it."""
+    found = of_result(about, "a result")
+    if found.memory_gb_per_s is not None:
+        return found
+    clocks = about["gpus_idle"][0]
+    memory_mhz = clocks["mem_max_mhz"]
+    memory = round(2 * memory_mhz * _BUS_BITS[memory_mhz] / 8e3, 1)
+    return Machine(found.arch, found.sms, clocks["sm_max_mhz"], memory, _LINK_GB_PER_S)
+
+
+def measured(history: History) -> Iterator[tuple[str, Machine, list[Fact]]]:
+    """Of every row of a result file its date, machine, and what it says about ways, oldest first."""
+    read = [(json.loads(path.read_text()), path) for path in sorted(RESULTS.glob("*.json"))]
     files = [(data, path) for data, path in read if "rows" in data and data.get("device") == "cuda"]
     for data, path in sorted(files, key=lambda each: str(each[0]["date"])):
         result = record.from_json(data)
@@ -51,20 +62,17 @@ def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row,
             slower = row.kind == "gemm_fp8" and str(result.date) < PAIRS_SINCE
             told = () if slower else facts_of(row, tuned)
             facts = [replace(fact, source=path.name, older=older) for fact in told]
-            yield result, path.name, row, facts
-    history.close()
+            yield str(result.date), machine_of(result.machine), facts
 
 
-def tuned(results: Path = RESULTS) -> Iterator[tuple[str, Machine, list[Fact]]]:
+def tuned(history: History) -> Iterator[tuple[str, Machine, list[Fact]]]:
     """Of every file of flux tune its date, machine, and facts."""
-    history = History(ROOT)
-    for path in sorted((results / "tuning").glob("*-tune-*.json")):
+    for path in sorted((RESULTS / "tuning").glob("*-tune-*.json")):
         machine, facts = store.read(path)
         about = json.loads(path.read_text())
         source, commit = f"tuning/{path.name}", about["commit"]
         told = [replace(f, source=source, older=_is_older(history, f.op, commit)) for f in facts]
         yield about["date"], machine, told
-    history.close()
 
 
 def of_large_sums() -> list[Fact]:
@@ -94,11 +102,82 @@ def of_few_rows() -> list[Fact]:
     return facts
 
 
+def of_vllm(machine: Machine) -> dict[str, list[dict[str, Any]]]:
+    """What was measured on such a machine, and the run of large sums: two ranks against cuBLAS and NCCL."""
+    newest: dict[tuple[int, int, int, int, str], thresholds.Row] = {}
+    sums: dict[tuple[int, int], thresholds.Sum] = {}
+    for path in sorted(
+        path for op in ("gemm_ar", "all_reduce", "decode") for path in RESULTS.glob(f"*-{op}-*")
+    ):
+        if machine_of(json.loads(path.read_text())["machine"]).difference(machine):
+            continue
+        _, found = thresholds.measured_in(path)
+        # Of scales that count as one kind the slowest.
+        for row in sorted(found.rows, key=lambda row: -row.speedup):
+            newest[row.ranks, row.n, row.k, row.m, row.scales] = row
+        # Of shapes with as many bytes the slowest.
+        slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
+        sums |= slowest
+    for shape in json.loads(LARGE.read_text())["rows"]:
+        if shape["m"] > LARGE_FROM:
+            ours = min(shape[way] for way in ("exchange", "composed") if way in shape)
+            where = (2, shape["n"], shape["k"], shape["m"])
+            row = thresholds.Row(*where, round(shape["cublas+nccl"] / ours, 3))
+            newest[row.ranks, row.n, row.k, row.m, row.scales] = row
+    models = of_models(machine)
+    found = thresholds.Measured(
+        tuple(row for _, row in sorted(newest.items())),
+        tuple(each for _, each in sorted(sums.items())),
+        tuple(each for each in models if isinstance(each, Prefill)),
+        tuple(each for each in models if isinstance(each, Decode)),
+    )
+    return {
+        name: [{key: value for key, value in each.items() if value != ""} for each in entries]
+        for name, entries in asdict(found).items()
+        if name != "source"
+    }
+
+
+def of_models(machine: Machine) -> list[Prefill | Decode]:
+    """Of models that flux made sequence parallel where vLLM, by its defaults, fuses."""
+    newest: dict[tuple[Any, ...], Prefill | Decode] = {}
+    for results in sorted(
+        (json.loads(path.read_text()) for path in RESULTS.glob("*-vllm-defaults-*.json")),
+        key=lambda each: str(each["date"]),
+    ):
+        model, ranks = results["settings"]["model"], results["settings"]["tp"]
+        if (
+            machine_of(results["machine"]).difference(machine)
+            or model["fp8"]
+            or model["experts"]
+            or "stock-graph" not in results["runs"]
+        ):
+            continue
+        # Runs that were told from how many tokens on say nothing of flux's own choice.
+        ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
+        ours = [run for run in ours if "-from" not in run and "-seq" not in run]
+        # Without vLLM's fusion all batches are flux's; by default prefill is, and some of decoding is vLLM's.
+        unfused = [run for run in ours if "-unfused" in run]
+        for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():
+            what, _, tokens = metric.partition(" ")
+            asked = {"prefill": unfused or ours, "decode": unfused}.get(what, [])
+            rates = [r for run in asked if (r := results["runs"][run]["tokens_per_s"].get(metric))]
+            if not rates:
+                continue
+            speedup, hidden = round(min(rates) / stock, 3), model["hidden"]
+            shape = (ranks, hidden, int(tokens or 0))
+            newest[what, *shape] = (
+                Decode(ranks, hidden, int(tokens), speedup) if tokens else Prefill(ranks, hidden, speedup)
+            )
+    return [newest[key] for key in sorted(newest)]
+
+
 def newest() -> dict[Machine, list[Fact]]:
     """The newest measurement of each problem, by machine."""
-    told = [(str(result.date), machine_of(result.machine), facts) for result, _, _, facts in measured()]
+    history = History(ROOT)
+    told = list(measured(history))
     most = next(machine for _, machine, _ in told if name_of(machine) == FILE.name)
-    told += [*tuned(), ("", most, of_large_sums()), (FEW_ROWS_AT, most, of_few_rows())]
+    told += [*tuned(history), ("", most, of_large_sums()), (FEW_ROWS_AT, most, of_few_rows())]
     of_all: dict[Machine, dict[Any, Fact]] = {}
     for _, here, facts in sorted(told, key=lambda each: each[0]):
         # flux tune does not ask for the speed of links.
@@ -123,7 +202,7 @@ def texts() -> dict[str, str]:
     for machine, facts in newest().items():
         name = name_of(machine)
         # Thresholds are known of one machine.
-        vllm = measured_of_vllm(machine) if name == FILE.name else None
+        vllm = of_vllm(machine) if name == FILE.name else None
         found[name] = store.to_json(machine, facts, vllm, what=what)
     return found
 
