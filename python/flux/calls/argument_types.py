@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from flux.calls.checks import FLOATING, fail
 
 _unpack_dual: Any = forward_ad.unpack_dual  # not typed
+WRITTEN = ("out", "main_grad")  # arguments that calls write to
 
 
 def wrong_type(op: str, argument: str, expected: str, got: object) -> NoReturn:
@@ -40,6 +41,8 @@ def tensor(op: str, argument: str, value: object) -> None:
         fail(op, argument, "a tensor of real numbers, not quantised", f"dtype {value.dtype}")
     if value.device.type not in ("cpu", "cuda", "meta"):
         fail(op, argument, "a tensor on the CPU or a CUDA device", f"device {value.device}")
+    if value.is_neg() and argument.partition("[")[0] in WRITTEN:
+        fail(op, argument, "a tensor to write to", "a view that negates its elements")
     if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
         raise NotImplementedError(
             f"{op}: {argument}: expected a tensor without a tangent, got a dual tensor: flux has no "
@@ -89,6 +92,8 @@ def number(op: str, argument: str, value: object) -> None:
 def integer(op: str, argument: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         wrong_type(op, argument, "an integer", value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(op, argument, "an integer of 64 bits", value)
 
 
 def dtype(op: str, argument: str, value: object) -> None:
@@ -127,7 +132,7 @@ def device(op: str, argument: str, value: Any) -> None:
         wrong_type(op, argument, "a torch.device, its name or None", value)
     try:
         torch.device(value)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         fail(op, argument, "a torch.device, its name or None", repr(value))
 
 

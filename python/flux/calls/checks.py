@@ -310,6 +310,11 @@ def output(
     return out
 
 
+def not_expanded(op: str, name: str, written: torch.Tensor) -> None:
+    if any(stride == 0 and count > 1 for count, stride in zip(written.shape, written.stride(), strict=True)):
+        fail(op, name, "memory of its own for each element", f"strides {list(written.stride())}")
+
+
 def separate(
     op: str,
     name: str,
@@ -317,9 +322,10 @@ def separate(
     *others: torch.Tensor | None,
     may_be: torch.Tensor | None = None,
 ) -> None:
-    """Checks that a contiguous output of a call shares no memory with the other tensors of the call. Tells
-    autograd that it is written, which torch does not see of a kernel.
+    """Checks that elements of an output of a call share no memory with each other, nor with the other tensors
+    of the call. Tells autograd that it is written, which torch does not see of a kernel.
     """
+    not_expanded(op, name, written)
     for other in others:
         if other is None or not share_memory(written, other):
             continue

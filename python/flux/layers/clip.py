@@ -28,7 +28,7 @@ def clip_grad_norm_(
         The norm before clipping, a plain tensor that is the same on all ranks.
 
     Raises:
-        TypeError: max_norm or norm_type is no number.
+        TypeError: max_norm or norm_type is no number, or something else than tensors is among parameters.
 
     Example::
 
@@ -38,10 +38,15 @@ def clip_grad_norm_(
         model(torch.ones(8, 64)).sum().backward()
         clip_grad_norm_(model.parameters(), 1.0)
     """
-    argument_types.number("clip_grad_norm_", "max_norm", max_norm)
-    argument_types.number("clip_grad_norm_", "norm_type", norm_type)
+    op = "clip_grad_norm_"
+    argument_types.number(op, "max_norm", max_norm)
+    argument_types.number(op, "norm_type", norm_type)
+    if not isinstance(parameters, Iterable):
+        argument_types.wrong_type(op, "parameters", "a tensor, or several", parameters)
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if not isinstance(parameter, torch.Tensor):
+            argument_types.wrong_type(op, "parameters", "tensors", parameter)
         if parameter.grad is not None:
             alike.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms: list[Any] = [get_total_norm([p.grad for p in some], norm_type) for some in alike.values()]  # type: ignore[misc]

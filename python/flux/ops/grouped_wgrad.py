@@ -212,6 +212,7 @@ def _accum_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tens
 
 def _accum_checked(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     _accum_fake(grad_output, x, offsets, main_grad)
+    checks.not_expanded("grouped_wgrad_accum", "main_grad", main_grad)
     others = (grad_output, x, offsets)
     if main_grad.numel() == 0 or not any(checks.share_memory(_span(main_grad), other) for other in others):
         return

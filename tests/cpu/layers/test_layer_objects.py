@@ -23,6 +23,7 @@ from flux.layers import (
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
+    clip_grad_norm_,
     column_linear,
     mark_replicated,
     reduce_replicated_grads,
@@ -362,6 +363,10 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             "reduce_replicated_grads: module: expected a torch.nn.Module, got list",
         ),
         (lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w), TypeError, "group: .* got Tensor"),
+        (lambda: clip_grad_norm_(3, 1.0), TypeError, "clip_grad_norm_: parameters: expected .* got int 3"),
+        (lambda: clip_grad_norm_([w, "w"], 1.0), TypeError, "parameters: expected tensors, got str 'w'"),
+        (lambda: ColumnParallelLinear(8, 2**63), ValueError, "out_features: expected an integer of 64 bits"),
+        (lambda: ColumnParallelLinear(8, 8, device=2**63), ValueError, "device: expected a torch.device"),
         (
             lambda: ColumnParallelLinear(-8, 24),
             ValueError,

@@ -307,6 +307,7 @@ def bad_tensors(good: Tensor, needs_grad: bool) -> Iterator[tuple[str, Any]]:
         ("one row less", good[:-1]),
         ("no rows", good[:0]),
         ("every second row", good[::2]),
+        ("one row for all", good[:1].expand(good.shape)),
         ("twice", torch.cat([good, good])),
     ]
     if good.dim() > 1:
@@ -338,6 +339,7 @@ def bad_tensors(good: Tensor, needs_grad: bool) -> Iterator[tuple[str, Any]]:
             yield str(dtype), good.to(dtype)
     yield "conjugated", good.to(torch.complex64).conj()
     if good.is_floating_point():
+        yield "negated", torch._neg_view(good)
         yield "quantised", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.quint8)
         yield "quantised by channel", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.qint32)
         yield "a DTensor", as_dtensor(good)
@@ -362,9 +364,9 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "return_gathered": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "eps": ["1e-6", -1.0, -1e-30, float("nan"), -float("inf"), [], True, torch.tensor(1e-6), 1j],
     "activation": ["relu", "SiLU", "", 1, True, ["silu"], b"silu", torch.nn.functional.silu],
-    "num_experts": [0, -4, 3.0, "4", None, True, [4], 2**40, 3, 5.5],
-    "ep_size": [0, -1, 3, 1.0, "1", None, True, 2**40, 7],
-    "max_tokens": [-1, 0, M - 1, 8.0, "8", True, [8], 2**40, 2**62],
+    "num_experts": [0, -4, 3.0, "4", None, True, [4], 2**40, 2**63, 3, 5.5],
+    "ep_size": [0, -1, 3, 1.0, "1", None, True, 2**40, -(2**70), 7],
+    "max_tokens": [-1, 0, M - 1, 8.0, "8", True, [8], 2**40, 2**62, 2**63],
     "routing": [None, 3, (), [], "routing", {}],
     "group": [3, "nobody", 1.5, [], True, object(), dist.GroupMember.NON_GROUP_MEMBER, int],
 }
