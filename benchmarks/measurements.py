@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,13 +12,18 @@ from typing import Any
 from flux._files import read_json
 from flux.bench import record as records
 from flux.bench.cases import OPS
-from flux.bench.model import FP8_KIND, Bar, Derived, Row, Summary, derive, summarise
+from flux.bench.cases.moe import MODELS
+from flux.bench.model import FP8_KIND, Bar, Derived, Row, Summary, summarise
 from flux.bench.record import Record
 from flux.bench.report import BARS
 from flux.bench.suites import Request, load
 from flux.cli.show import KINDS
 from kernel_sources import EQUAL_RESTS, SOURCES, History
 
+# The standard deviation in the variant of a row with experts.
+_SPREAD = re.compile(r"std ([\d.]+)")
+# Packages that have peers of some operators.
+_PACKAGES = {"vllm": "vLLM", "flashinfer-python": "FlashInfer"}
 _NAMED_COMMIT = re.compile(r"-([0-9a-f]{7,40})\.json$")
 
 
@@ -75,47 +80,50 @@ class Other:
     data: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A row, and the file that it is from. absent: peers that the file's machine did not have."""
+
+    row: Row
+    derived: Derived
+    source: Source
+    absent: tuple[str, ...] = ()
+
+
 @dataclass
-class Measurement:
-    """Rows of one operator from files of one commit, which share no row."""
+class Group:
+    """The newest measurement of each row of an operator on one kind of machine.
+
+    withdrawn: rows that say nothing about use, and are left out.
+    """
 
     op: str
     suite: str
     tp: int
-    gpus: int
-    records: list[Record]
-    sources: list[Source]
-    rows: list[Row]
+    machine: str
+    rows: list[Measured]
+    withdrawn: int = 0
 
     @property
-    def derived(self) -> list[Derived]:
-        record = self.records[0]
-        return [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in self.rows]
+    def where(self) -> str:
+        gpus, _, name = self.machine.partition("× ")
+        ranks = "" if int(gpus) == self.tp else f", shapes of one of {self.tp} ranks"
+        return f"{gpus}× {name.removeprefix('NVIDIA ').split()[0]}{ranks}"
 
     @property
     def summary(self) -> Summary:
-        return summarise(self.rows, self.derived, BARS.get(self.op, Bar(row=1.0)))
+        rows, derived = [found.row for found in self.rows], [found.derived for found in self.rows]
+        return summarise(rows, derived, BARS.get(self.op, Bar(row=1.0)))
 
     @property
     def date(self) -> str:
-        return max(source.date for source in self.sources)
-
-    @property
-    def commit(self) -> str:
-        return self.sources[0].commit[:7]
-
-    @property
-    def marks(self) -> Marks:
-        return self.sources[0].marks
-
-    @property
-    def complete(self) -> bool:
-        return all(record.complete for record in self.records)
+        return max(found.source.date for found in self.rows)
 
     @property
     def covered(self) -> int:
         """How many shapes of the suite it has."""
-        return len({shape(self.op, row) for row in self.rows} & suite_shapes(self.op, self.suite, self.tp))
+        mine = {shape(self.op, found.row) for found in self.rows}
+        return len(mine & suite_shapes(self.op, self.suite, self.tp))
 
     @property
     def shapes(self) -> int:
@@ -163,9 +171,9 @@ _WHOLE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
 }
 
 
-def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
+def read(folder: Path, judge: Judge) -> tuple[list[Group], list[Other]]:
     """All files of a folder, without its subfolders. Raises ValueError if one is of no known kind."""
-    found: list[Measurement] = []
+    runs: list[tuple[Record, str]] = []
     others: list[Other] = []
     for path in sorted(folder.glob("*.json")):
         data = read_json(path)
@@ -173,7 +181,7 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
             (kind.name for kind in KINDS if isinstance(data, dict) and data and kind.is_one(data)), ""
         )
         if kind == "a result of bench":
-            _add(found, records.from_json(data), path.name, judge)
+            runs.append((records.from_json(data), path.name))
         elif kind in _WHOLE:
             op, parts, has_experts = _WHOLE[kind]
             op = f"{op}_moe" if has_experts(data) else op
@@ -189,7 +197,10 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
         else:
             known = "bench, vllm_throughput.py, megatron_model.py or a training"
             raise ValueError(f"{path.name}: no result of {known}: {kind or 'unknown'}")
-    return found, others
+    groups: dict[tuple[str, str, int, str], Group] = {}
+    for record, name in sorted(runs, key=lambda run: run[0].date, reverse=True):
+        _add(groups, record, name, judge)
+    return sorted(groups.values(), key=lambda group: (group.op, group.machine, group.suite)), others
 
 
 def _machine(about: dict[str, Any]) -> str:
@@ -200,31 +211,29 @@ def _source(name: str, op: str, commit: str, date: str, machine: str, rows: int,
     return Source(name, op, commit, date, machine, rows, judge(name, op, commit))
 
 
-def _add(found: list[Measurement], record: Record, name: str, judge: Judge) -> None:
-    """Adds each operator of a file to the measurement of its commit that lacks its rows, or as a new one."""
-    machine = _machine(record.machine)
+def _add(groups: dict[tuple[str, str, int, str], Group], record: Record, name: str, judge: Judge) -> None:
+    """Adds the rows of a file that no newer one has."""
+    machine, packages = _machine(record.machine), record.machine.get("peers") or {}
+    absent = tuple(name for package, name in _PACKAGES.items() if package not in packages)
     for op in dict.fromkeys(row.kind for row in record.rows):
         rows = [row for row in record.rows if row.kind == op]
         source = _source(name, op, record.commit, record.date, machine, len(rows), judge)
-        tp, gpus = rows[0].tp, record.machine["gpu_count"]
-        keys = {_key(row) for row in rows}
-        for other in found:
-            same = (other.op, other.suite, other.tp, other.gpus) == (op, record.suite, tp, gpus)
-            if same and other.commit == record.commit[:7] and keys.isdisjoint(map(_key, other.rows)):
-                other.records.append(record)
-                other.sources.append(source)
-                other.rows.extend(rows)
-                break
-        else:
-            found.append(Measurement(op, record.suite, tp, gpus, [record], [source], list(rows)))
+        key = (op, record.suite, rows[0].tp, machine)
+        group = groups.setdefault(key, Group(*key, rows=[]))
+        have = {_key(found.row) for found in group.rows}
+        for row in rows:
+            if starves(row):
+                group.withdrawn += 1
+            elif _key(row) not in have:
+                group.rows.append(Measured(row, record.derived(row), source, absent))
 
 
 def _key(row: Row) -> tuple[str, str, int, str]:
     return row.model, row.pattern, row.m, f"{row.variant} {row.scales}"
 
 
-def ranked(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """First the newest of those that cover most of the suite, then the others by date."""
-    newest = sorted(measurements, key=lambda m: m.date, reverse=True)
-    first = max(newest, key=lambda m: m.covered)  # the first of equals, which is the newest
-    return [first, *(m for m in newest if m is not first)]
+def starves(row: Row) -> bool:
+    """Whether loads of experts spread by more than the mean load, so that half of them get no token."""
+    spread = _SPREAD.search(row.variant)
+    model = MODELS.get(row.model)
+    return bool(spread and model) and float(spread[1]) > 1 / model.experts

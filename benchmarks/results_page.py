@@ -1,25 +1,22 @@
-"""docs/results.md, and the table of it that README.md has, as Markdown."""
+"""docs/results.md, a page for each operator in docs/results, and the table in README.md, as Markdown."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flux.bench.cases import OPS
-from flux.bench.model import Bar, Row
-from flux.bench.report import BARS
 from flux.cli import training
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock, waited
-from measurements import Marks, Measurement, Other, Source, operator_of, ranked
-from results_text import HEAD, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
+from measurements import Group, Measured, Other, Source, operator_of
+from results_text import HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
 
-RESULTS = "../benchmarks/results/"
-_NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
+_NUMERIC = re.compile(r"[\d.,*–% µs/]*( \(\*{0,2}[\d.]+\*{0,2}\))?")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -38,159 +35,133 @@ def speed(value: float | None) -> str:
     return f"**{text}**" if value < 1 else text
 
 
-def span(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-    return low if low == high else f"{low}–{high}"
+def both(mean: float | None, worst: float | None) -> str:
+    return "–" if mean is None else f"{speed(mean)} ({speed(worst)})"
+
+
+def span(values: Iterable[str]) -> str:
+    """The first and the last of texts in their order."""
+    found = sorted(set(values))
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def time(ms: float) -> str:
     return f"{1e3 * ms:.1f} µs" if ms < 0.1 else f"{1e3 * ms:.0f} µs" if ms < 1 else f"{ms:.1f} ms"
 
 
-def gpus(m: Measurement) -> str:
-    return "1 GPU" if m.gpus == 1 else f"{m.gpus} GPUs"
+def links(sources: Iterable[Source], up: str) -> str:
+    return ", ".join(
+        f"[{source.commit[:7]}]({up}benchmarks/results/{source.name})"
+        for source in sorted(set(sources), key=lambda source: source.date, reverse=True)
+    )
 
 
-def links(sources: Iterable[Source], texts: Iterable[str]) -> str:
-    return ", ".join(f"[{text}]({RESULTS}{s.name})" for s, text in zip(sources, texts, strict=True))
+def changed(sources: Iterable[Source]) -> str:
+    """How much of the kernel changed since the oldest of some files, and whether its rests were equal."""
+    oldest = min(sources, key=lambda source: source.date)
+    since = "no" if oldest.marks.changed == "same" else oldest.marks.changed
+    return since if oldest.marks.equal_rests else f"{since}, unequal rests"
 
 
-def commit_links(m: Measurement) -> str:
-    """A measurement's commit, linked to its files."""
-    return links(m.sources, [m.commit, *(f"part {i}" for i in range(2, len(m.sources) + 1))])
+def origin(source: Source, up: str) -> str:
+    machine = source.machine.replace("NVIDIA ", "")
+    return f"{machine}, {source.date[:10]}, {links([source], up)}. Kernel changed since: {changed([source])}."
 
 
-def remarks(marks: Marks, complete: bool = True) -> list[str]:
-    found = [f"older kernel ({marks.changed})"] if marks.changed != "same" else []
-    return found + ([] if marks.equal_rests else ["unequal rests"]) + ([] if complete else ["cut off"])
+def label(group: Group, found: Measured) -> str:
+    row = found.row
+    return f"{row.name} ({row.pattern})" if operator_of(group.op) == "gemm" else row.name
 
 
-def origin(sources: Sequence[Source], complete: bool = True) -> str:
-    """Which files, of which commit, machine and day, and what changed since."""
-    last = max(sources, key=lambda source: source.date)
-    names = links(sources, (source.name for source in sources))
-    marks = ", ".join(remarks(last.marks, complete)).capitalize() or "The kernel is the same since"
-    return f"{names}: commit {last.commit[:7]}, {last.machine}, {last.date[:10]}. **{marks}.**"
-
-
-def hosts(m: Measurement) -> list[float]:
-    return [row.host_us["flux"] for row in m.rows if "flux" in row.host_us]
-
-
-def label(m: Measurement, row: Row) -> str:
-    return f"{row.name} ({row.pattern})" if operator_of(m.op) == "gemm" else row.name
-
-
-def worst_row(m: Measurement) -> str:
-    rows = [(d.speedup, row) for row, d in zip(m.rows, m.derived, strict=True) if d.speedup is not None]
-    _, row = min(rows, key=lambda found: found[0])
-    return f"{label(m, row)}, M = {row.m}"
-
-
-def pivot(m: Measurement) -> str:
-    """Speed-ups: a line for each model and variant, a column for each M."""
-    sizes = sorted({row.m for row in m.rows})
+def pivot(group: Group) -> str:
+    """Speed-ups: a line for each model and variant, a column for each M; behind the slash over own parts."""
+    sizes = sorted({found.row.m for found in group.rows})
     lines: dict[str, dict[int, str]] = {}
-    for row, d in zip(m.rows, m.derived, strict=True):
-        lines.setdefault(label(m, row), {})[row.m] = speed(d.speedup) if row.ok else "wrong"
-    head = ["", *(f"M = {size}" for size in sizes)]
+    for found in group.rows:
+        d = found.derived
+        over = f" / {speed(d.over_parts)}" if d.over_parts is not None else ""
+        lines.setdefault(label(group, found), {})[found.row.m] = (
+            f"{speed(d.speedup)}{over}" if found.row.ok else "wrong"
+        )
+    head = ["M", *map(str, sizes)]
     return table(head, ([name, *(cells.get(size, "–") for size in sizes)] for name, cells in lines.items()))
 
 
-def facts(m: Measurement) -> str:
-    """What a table of speed-ups does not show, a sentence each."""
-    s, bar = m.summary, BARS.get(m.op, Bar(row=1.0))
-    mean, worst = speed(s.geomean_speedup), speed(s.min_speedup)
-    lines = [f"Speed-up: {mean} in the geometric mean, {worst} at worst ({worst_row(m)})."]
-    if s.geomean_bar_met is False:
-        lines.append(f"The geometric mean is under the bar of {bar.geomean:.2f}.")
-    if s.under_row_bar:
-        lines.append(f"Rows under the bar of {bar.row:.2f}: {s.under_row_bar} of {s.rows}.")
+def facts(group: Group) -> str:
+    """What a table of speed-ups does not show."""
+    s = group.summary
+    lines = [f"Over the best way without flux: {both(s.geomean_speedup, s.min_speedup)}"]
+    lines.append(f"over own parts: {both(s.geomean_over_parts, s.min_over_parts)}")
     if s.geomean_over_floor is not None:
-        floor = f"{s.geomean_over_floor:.2f} in the geometric mean, {s.max_over_floor:.2f} at most"
-        over = f", over the bar in {s.over_floor_bar} of {s.floor_bar_rows} rows" if s.over_floor_bar else ""
-        lines.append(f"[Time / floor](benchmarks.md#columns): {floor}{over}.")
-    names = Counter(d.peer_name for d in m.derived if d.peer_name).most_common()
-    counted = (f"{name} in {count} rows" if count > 1 else f"{name} in 1 row" for name, count in names)
-    lines.append(f"Best peer: {', '.join(counted)}." if len(names) > 1 else f"Peer: {names[0][0]}.")
-    ours = sorted(d.flux for d in m.derived if d.flux is not None)
-    theirs = sorted(d.peer for d in m.derived if d.peer is not None)
-    times = [f"{time(values[0])} to {time(values[-1])}" for values in (ours, theirs)]
-    lines.append(f"A call takes {times[0]}, the best peer {times[1]}.")
-    if not m.is_full:
-        lines.append(f"The file has {m.covered} of the suite's {m.shapes} shapes.")
-    return " ".join(lines)
+        lines.append(f"time / floor: {s.geomean_over_floor:.2f}, at most {s.max_over_floor:.2f}")
+    names = Counter(found.derived.peer_name for found in group.rows if found.derived.peer_name).most_common()
+    best = ", ".join(f"{name} in {count}" if len(names) > 1 else str(name) for name, count in names)
+    ours = sorted(found.derived.flux for found in group.rows if found.derived.flux is not None)
+    spreads = [found.row.times["flux"].spread for found in group.rows if "flux" in found.row.times]
+    lines.append(f"a call takes {time(ours[0])} to {time(ours[-1])}, ± {100 * median(spreads):.1f} %")
+    absent = sorted(set.intersection(*(set(found.absent) for found in group.rows)))
+    return f"{'; '.join(lines)}. The best way: {best}." + (
+        f" Not there: {', '.join(absent)}." if absent else ""
+    )
 
 
-def pictures(m: Measurement, figures: Path) -> list[str]:
-    """The pictures that `bench --plot` drew of these files: their captions say of which."""
-    found = []
-    for path in sorted(figures.glob("*.svg")):
-        said = " ".join(re.findall(r"<!-- (.*?) -->", path.read_text()))
-        commit = re.search(r"flux \S+ \(([0-9a-f]+)\)", said)
-        if (
-            commit
-            and commit[1].startswith(m.commit)
-            and f"{operator_of(m.op)}  ·" in said
-            and f"{m.gpus}× " in said
-        ):
-            found.append(path.name)
-    return found
+def name_of(group: Group) -> str:
+    suite = "" if group.suite in ("default", "models") else f", {group.suite}"
+    return f"{OPERATORS[group.op].name}{suite}"
 
 
-def drawn(m: Measurement, figures: Path) -> str:
-    names = pictures(m, figures)
-    many = len(names) > 1
-    return "".join(f" [Picture{f' {i}' if many else ''}](figures/{name})." for i, name in enumerate(names, 1))
+def of_group(group: Group, up: str) -> str:
+    sources = [found.source for found in group.rows]
+    rows = "all rows" if group.is_full else f"{group.covered} of the suite's {group.shapes} shapes"
+    days = span(source.date[:10] for source in sources)
+    since = f"{rows}, {days}, {links(sources, up)}. Kernel changed since: {changed(sources)}."
+    if group.withdrawn:
+        since += f" Withdrawn: {group.withdrawn} rows whose routing starves half of the experts."
+    return f"### {name_of(group)}, {group.where}\n\n{since} {facts(group)}\n\n{pivot(group)}"
 
 
-def headline(m: Measurement, figures: Path, title: str = "") -> str:
-    text = f"### {OPERATORS[m.op].name}, {gpus(m)}{title}\n\n{facts(m)}{drawn(m, figures)}\n\n{pivot(m)}\n"
-    return text + f"From {origin(m.sources, m.complete)}\n"
-
-
-class Sections:
-    """The measurements of each operator and number of GPUs, in the order of the page."""
-
-    def __init__(self, measurements: Sequence[Measurement]) -> None:
-        unknown = {m.op for m in measurements} - {*OPERATORS}
-        if unknown:
-            names = ", ".join(sorted(unknown))
-            raise ValueError(f"no section for {names}: add it to benchmarks/results_text.py")
-        self._all = measurements
-
-    def of(self, op: str) -> list[list[Measurement]]:
-        """For each number of GPUs, the headline and then the others."""
-        mine = [m for m in self._all if m.op == op]
-        keys = sorted({(m.gpus, m.tp, m.suite) for m in mine})
-        return [ranked(m for m in mine if (m.gpus, m.tp, m.suite) == key) for key in keys]
-
-    def heads(self) -> list[Measurement]:
-        return [found[0] for op in OPERATORS for found in self.of(op)]
-
-
-def summary(sections: Sections) -> str:
+def summary(groups: Sequence[Group], up: str) -> str:
     rows = []
-    for m in sections.heads():
-        s = m.summary
-        host = span(hosts(m)) if BARS.get(m.op, Bar(row=1.0)).host_us is not None else "–"
-        share = str(s.rows) if m.is_full else f"{s.rows} (a part)"
-        bar = "met" if s.meets_bar else "missed"
-        marks = ", ".join(remarks(m.marks, m.complete)) or "–"
-        speeds = [speed(s.geomean_speedup), speed(s.min_speedup), bar, host]
-        name = OPERATORS[m.op].name
-        rows.append([name, str(m.gpus), share, *speeds, commit_links(m), m.date[:10], marks])
-    head = ["operator", "GPUs", "rows", "speed-up", "worst", "bar", "host µs", "commit", "date", "marks"]
-    return table(head, rows)
+    for op, operator in OPERATORS.items():
+        for group in (found for found in groups if found.op == op):
+            s, sources = group.summary, [found.source for found in group.rows]
+            floor = "–" if s.geomean_over_floor is None else f"{s.geomean_over_floor:.2f}"
+            name = f"[{name_of(group)}](results/{operator.at}.md)"
+            speeds = [
+                both(s.geomean_speedup, s.min_speedup),
+                both(s.geomean_over_parts, s.min_over_parts),
+                floor,
+            ]
+            count = str(s.rows) if group.is_full else f"{s.rows}, a part"
+            since = [links(sources, up), span(source.date[5:10] for source in sources), changed(sources)]
+            rows.append([name, group.where, count, *speeds, *since])
+    head = ["operator", "GPUs", "rows", "over the best without flux", "over own parts", "t / floor"]
+    return table([*head, "commit", "2026", "kernel changed since"], rows)
 
 
-def vllm(found: Sequence[Other]) -> list[str]:
-    """A table for each file, newest first."""
+def newest(found: Sequence[Other], key: Callable[[Other], object]) -> list[Other]:
+    """Of those with equal keys the newest, newest first."""
+    ordered = sorted(found, key=lambda other: other.source.date, reverse=True)
+    first: dict[object, Other] = {}
+    for other in ordered:
+        first.setdefault(key(other), other)
+    return list(first.values())
+
+
+def vllm_key(other: Other) -> tuple[object, ...]:
+    settings = other.data["settings"]
+    work, model = settings["work"], settings["model"]
+    runs = frozenset(name for name in other.data["runs"] if not name.startswith("stock"))
+    return (
+        *(model.get("name", "llama-3-8b"), model.get("fp8"), settings["tp"], other.source.machine),
+        *(settings.get("defaults"), work.get("api_server"), runs),
+    )
+
+
+def vllm(found: Sequence[Other], up: str) -> list[str]:
     parts = []
-    for other in sorted(found, key=lambda o: o.source.date, reverse=True):
-        settings, machine, runs = (other.data[key] for key in ("settings", "machine", "runs"))
+    for other in newest(found, vllm_key):
+        settings, runs = other.data["settings"], other.data["runs"]
         rates = over_stock(runs)
         metrics = list(dict.fromkeys(metric for of_run in rates.values() for metric in of_run))
         lines = [
@@ -198,17 +169,20 @@ def vllm(found: Sequence[Other]) -> list[str]:
             for name, of_run in rates.items()
         ]
         model = settings["model"]
-        title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
-        how = " with its defaults" if settings.get("defaults") else ""
-        how += " through its API server" if settings["work"].get("api_server") else ""
-        title += f", vLLM {machine['vllm']}{how}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
-        parts.append(f"{title} {scatter(runs)} From {origin([other.source])}\n")
-        parts.append(table(["tokens/s", *metrics], lines))
+        how = "its defaults" if settings.get("defaults") else "without its fusion of all-reduces"
+        how += ", API server" if settings["work"].get("api_server") else ""
+        fp8 = ", fp8" if model.get("fp8") else ""
+        title = f"{model.get('name', 'llama-3-8b')}{fp8}, {model['layers']} layers, TP {settings['tp']}"
+        version = other.data["machine"]["vllm"]
+        said = f"vLLM {version}, {how}; {origin(other.source, up)} {scatter(runs)}"
+        parts.append(f"### {title}\n\n{said}\n")
+        if metrics:
+            parts.append(table(["tokens/s", *metrics], lines))
         parts += arrivals(runs)
     return parts
 
 
-def arrivals(runs: Mapping[str, Any]) -> list[str]:
+def arrivals(runs: Any) -> list[str]:
     """What requests waited for, of each rate at which they arrived: medians of samples."""
     lines = []
     for rate in dict.fromkeys(rate for run in runs.values() for rate in run.get("traces", {})):
@@ -225,7 +199,7 @@ def arrivals(runs: Mapping[str, Any]) -> list[str]:
     return [table([*head, "samples, apart"], lines)] if lines else []
 
 
-def scatter(runs: Mapping[str, Any]) -> str:
+def scatter(runs: Any) -> str:
     """How far the samples are apart from which a rate is the median."""
     spread = {
         f"{name}, {metric}": max(samples) / min(samples) - 1
@@ -233,37 +207,39 @@ def scatter(runs: Mapping[str, Any]) -> str:
         for metric, samples in run["samples_s"].items()
     }
     widest = max(spread, key=lambda name: spread[name])
-    return f"The samples of a rate are up to {100 * spread[widest]:.0f} % apart ({widest})."
+    return f"Samples are up to {100 * spread[widest]:.0f} % apart ({widest})."
 
 
 def _rate(rate: float, ratio: float | None) -> str:
     return f"{rate:,.0f}" if ratio in (None, 1.0) else f"{rate:,.0f} ({speed(ratio)})"
 
 
-def models(found: Sequence[Other]) -> list[str]:
+def models(found: Sequence[Other], up: str) -> list[str]:
     """A table for each model of each file, newest first."""
     parts = []
-    for other in sorted(found, key=lambda o: o.source.date, reverse=True):
+    for other in newest(
+        found, lambda o: (o.source.machine, *[(m["name"], *m["candidates"]) for m in o.data["models"]])
+    ):
         settings, machine = other.data["settings"], other.data["machine"]
-        parts.append(f"megatron-core {machine['megatron-core']}. From {origin([other.source])}\n")
+        parts.append(f"megatron-core {machine['megatron-core']}; {origin(other.source, up)}\n")
         for model in other.data["models"]:
             cells: dict[str, dict[str, str]] = {name: {} for name in model["candidates"]}
             for kind, name, ms, apart, ratio, host in training.lines(model):
                 text = f"{time(ms)} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
                 cells[name][kind] = text
-            graphs = [training.GRAPH] * any(training.GRAPH in line for line in cells.values())
-            kinds = [*training.PASSES, *graphs]
-            lines = []
-            for name, run in model["candidates"].items():
-                memory = f"{run['step_mib'] / 1024:.1f} GiB"
-                lines.append([name, *(cells[name].get(kind, "–") for kind in kinds), memory])
-            names = [*training.PASSES, *("training, CUDA graph" for _ in graphs)]
-            parts.append(table([training.title(model, settings["tp"]), *names, "memory of a step"], lines))
-            parts += [f"Not run: {name}: {reason}\n" for name, reason in model["skipped"].items()]
+            kinds = [
+                *training.PASSES,
+                *[training.GRAPH] * any(training.GRAPH in line for line in cells.values()),
+            ]
+            lines = [
+                [name, *(cells[name].get(kind, "–") for kind in kinds), f"{run['step_mib'] / 1024:.1f} GiB"]
+                for name, run in model["candidates"].items()
+            ]
+            parts.append(table([training.title(model, settings["tp"]), *kinds, "memory of a step"], lines))
     return parts
 
 
-def losses(found: Sequence[Other]) -> list[str]:
+def losses(found: Sequence[Other], up: str) -> list[str]:
     parts = []
     for other in found:
         curves = other.data
@@ -272,56 +248,158 @@ def losses(found: Sequence[Other]) -> list[str]:
         at = (0, steps // 2, steps - 1)
         lines = [[name, *(f"{curve[i]:.4f}" for i in at)] for name, curve in curves.items()]
         text = f"The curves are at most {apart:.3f} apart, at step {step} of {steps}."
-        parts.append(f"{text} From {origin([other.source])}\n")
+        parts.append(f"{text} {origin(other.source, up)}\n")
         parts.append(table(["loss", *(f"step {i}" for i in at)], lines))
     return parts
 
 
-def files(measurements: Sequence[Measurement], found: Sequence[Other]) -> str:
-    """Every file, once for each operator in it."""
-    sources = [s for m in measurements for s in m.sources] + [other.source for other in found]
-    rows = []
-    for s in sorted(sources, key=lambda s: (s.name, s.op)):
-        rests = "–" if operator_of(s.op) not in OPS else "equal" if s.marks.equal_rests else "unequal"
-        rows.append([f"[{s.name}]({RESULTS}{s.name})", s.op, str(s.rows), s.marks.changed, rests])
-    return table(["file", "what", "rows", "kernel since", "rests"], rows)
+def head(page: Page, sources: Sequence[Source]) -> str:
+    """The first lines of a page: what was measured, when, on what, and whether kernels changed since."""
+    machines = ", ".join(sorted({source.machine.replace("NVIDIA ", "") for source in sources}))
+    days = span(source.date[:10] for source in sources)
+    states = {source.marks.changed == "same" for source in sources}
+    since = "some kernels" if len(states) > 1 else "no kernel" if states == {True} else "all kernels"
+    where = f"{days}, on {machines}, multicast off; {since} changed since. `make results` writes this page."
+    return f"# Results: {page.title}\n\n{page.what}\n{where}\n"
 
 
-def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: Path) -> str:
-    sections = Sections(measurements)
-    parts = [HEAD, "## Summary\n", summary(sections)]
-    for op, operator in OPERATORS.items():
-        for i, (first, *others) in enumerate(sections.of(op)):
-            if i == 0:
+def pages(groups: Sequence[Group], others: Sequence[Other], figures: Path) -> dict[str, str]:
+    """All pages, by their path in docs."""
+    unknown = {group.op for group in groups} - {*OPERATORS}
+    if unknown:
+        raise ValueError(f"no section for {', '.join(sorted(unknown))}: add it to benchmarks/results_text.py")
+    found = {"results.md": "\n".join([HEAD, summary(groups, "../")])}
+    up = "../../"
+    of_vllm = [other for other in others if "runs" in other.data]
+    of_models = [other for other in others if "models" in other.data]
+    curves = [other for other in others if other.source.op == "losses"]
+    for page in PAGES:
+        mine = [
+            group
+            for op, operator in OPERATORS.items()
+            if operator.at == page.at
+            for group in groups
+            if group.op == op
+        ]
+        parts = []
+        for op, operator in OPERATORS.items():
+            of_op = [group for group in mine if group.op == op]
+            if of_op:
                 parts.append(
-                    f"## {operator.name}\n\n{operator.what} See [{operator.page}]({operator.page}).\n"
+                    f"## {operator.name}\n\n{operator.what} See [{operator.page}](../{operator.page}).\n"
                 )
-            parts.append(headline(first, figures))
-            newer = [m for m in others if m.date > first.date]
-            parts += [headline(m, figures, f", a part of the suite at {m.commit}") for m in newer]
-    parts += ["## vLLM\n", VLLM, *vllm([other for other in found if "runs" in other.data])]
-    if whole := [other for other in found if "models" in other.data]:
-        parts += ["## Models of Megatron-Core\n", MODELS, *models(whole)]
-    curves = [other for other in found if other.source.op == "losses"]
-    parts += ["## Losses of a training\n", LOSSES, *losses(curves)]
-    return "\n".join([*parts, "## All files\n", files(measurements, found)])
+                parts += [of_group(group, up) for group in of_op]
+        sources = [measured.source for group in mine for measured in group.rows]
+        if page.at == "vllm":
+            parts += [VLLM, *vllm(of_vllm, up)]
+            sources += [other.source for other in of_vllm]
+        if page.at == "megatron":
+            parts += [
+                "## Whole models\n",
+                MODELS,
+                *models(of_models, up),
+                "## Losses of a training\n",
+                LOSSES,
+                *losses(curves, up),
+            ]
+            sources += [other.source for other in (*of_models, *curves)]
+        drawn = pictures(sources, mine, figures)
+        parts = [head(page, sources), *([f"Pictures: {drawn}.\n"] if drawn else []), *parts]
+        found[f"results/{page.at}.md"] = "\n".join(parts)
+    return found
 
 
-def block(measurements: Sequence[Measurement]) -> str:
-    """The table in README.md: geometric mean and worst row at 2 and 4 GPUs."""
-    sections = Sections(measurements)
+def pictures(sources: Sequence[Source], groups: Sequence[Group], figures: Path) -> str:
+    """The pictures that `bench --plot` drew of these files: their captions say of which."""
+    commits = {source.commit[:7] for source in sources}
+    names = {operator_of(group.op) for group in groups}
+    found = []
+    for path in sorted(figures.glob("*.svg")):
+        said = " ".join(re.findall(r"<!-- (.*?) -->", path.read_text()))
+        commit = re.search(r"flux \S+ \(([0-9a-f]{7})", said)
+        if commit and commit[1] in commits and any(f"{name}  ·" in said for name in names):
+            found.append(f"[{path.stem}](../figures/{path.name})")
+    return ", ".join(found)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A number of README.md: what was measured of which model, the baseline, and where it stands."""
+
+    what: str
+    baseline: str
+    page: str
+    model: str
+    tp: int
+    run: str
+    metric: str
+    stock: str
+
+    def samples(self, data: Any) -> tuple[list[float], list[float]] | None:
+        """Those of flux and of the baseline in a file of whole models, if it has them."""
+        settings = data.get("settings", {})
+        if settings.get("tp") != self.tp or not settings.get("defaults", self.page == "megatron"):
+            return None
+        if self.page == "vllm":
+            mine = [data["runs"]] if "runs" in data and settings["model"].get("name") == self.model else []
+        else:
+            named = [each for each in data.get("models", ()) if each["name"].startswith(self.model)]
+            mine = [each["candidates"] for each in named]
+        times = [{**run.get("samples_s", {}), **run.get("samples_ms", {})} for run in _both(mine, self)]
+        ours, theirs = ([*found.get(self.metric, ())] for found in times) if times else ((), ())
+        return (list(ours), list(theirs)) if ours and theirs else None
+
+    def newest(self, others: Sequence[Other]) -> Other:
+        """The newest file; of Megatron-Core, whose steps are alike, that with the fastest baseline."""
+        having = [other for other in others if self.samples(other.data)]
+        if self.page == "vllm":
+            return max(having, key=lambda other: other.source.date)
+        return min(having, key=lambda other: median((self.samples(other.data) or ([], [0]))[1]))
+
+
+def _both(mine: Sequence[Any], line: Headline) -> list[Any]:
+    return [mine[0].get(name, {}) for name in (line.run, line.stock)] if mine else []
+
+
+_IN_VLLM = ("flux-graph", "prefill", "stock-graph")
+_IN_MEGATRON = ("flux", "training", "stock")
+_SHAPE = "shape in"
+HEADLINES = (
+    Headline(f"Llama-3-70B's {_SHAPE} vLLM, prefill", "vLLM's defaults", "vllm", "llama-3-70b", 4, *_IN_VLLM),
+    Headline(
+        f"Qwen3-30B-A3B's {_SHAPE} vLLM, prefill", "vLLM's defaults", "vllm", "qwen3-30b-a3b", 2, *_IN_VLLM
+    ),
+    Headline(
+        *(f"Llama-3-70B's {_SHAPE} Megatron-Core, a training step", "its own layers", "megatron"),
+        *("llama-3-70b", 4, *_IN_MEGATRON),
+    ),
+    Headline(
+        *(f"Mixtral-8x7B's {_SHAPE} Megatron-Core, a training step", "its own layers", "megatron"),
+        *("mixtral-8x7b", 4, *_IN_MEGATRON),
+    ),
+)
+
+
+def block(groups: Sequence[Group], others: Sequence[Other]) -> str:
+    """The table in README.md: whole programs, and one operator."""
     rows = []
-    for op, operator in OPERATORS.items():
-        by_ranks = {group[0].tp: group[0] for group in sections.of(op)}
-        if by_ranks:
-            rows.append([operator.name, *(_cell(by_ranks.get(ranks)) for ranks in (2, 4))])
-    return f"{README_HEAD}{table(['operator', '2 GPUs', '4 GPUs'], rows)}{README_NOTES}"
-
-
-def _cell(m: Measurement | None) -> str:
-    if m is None:
-        return "–"
-    s = m.summary
-    signs = [m.marks.changed != "same", not m.marks.equal_rests, not m.is_full, m.gpus < m.tp]
-    marks = "".join(sign for sign, holds in zip("¹²³⁴", signs, strict=True) if holds)
-    return f"{speed(s.geomean_speedup)} ({speed(s.min_speedup)}) {marks}".strip()
+    whole = [other for other in others if "settings" in other.data]
+    for line in HEADLINES:
+        other = line.newest(whole)
+        ours, theirs = line.samples(other.data) or ([], [])
+        ratio = f"{median(theirs) / median(ours):.2f}"
+        least, most = min(theirs) / max(ours), max(theirs) / min(ours)
+        about = [other.source.machine.replace("NVIDIA ", ""), line.baseline, ratio]
+        commit = f"{other.source.commit[:7]}, {changed([other.source])}"
+        rows.append(
+            [f"[{line.what}](docs/results/{line.page}.md)", *about, f"{least:.2f} to {most:.2f}", commit]
+        )
+    fused = max((group for group in groups if group.op == "gemm_rs" and group.tp == 4), key=lambda g: g.date)
+    sources = [found.source for found in fused.rows]
+    speeds = [found.derived.speedup or 0.0 for found in fused.rows]
+    about = [fused.where, "the best of async-TP, cuBLAS with NCCL", f"{fused.summary.geomean_speedup:.2f}"]
+    commit = f"{max(sources, key=lambda source: source.date).commit[:7]}, {changed(sources)}"
+    name = f"[`gemm_rs`](docs/results/gemm_rs.md), {len(speeds)} shapes"
+    rows.append([name, *about, f"{min(speeds):.2f} to {max(speeds):.2f}", commit])
+    head = ["", "GPUs", "over", "speed-up", "least to most", "commit, kernel changed since"]
+    return f"{README_HEAD}{table(head, rows)}{README_NOTES}"

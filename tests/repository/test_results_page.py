@@ -1,4 +1,4 @@
-"""docs/results.md and README.md's table are what benchmarks/make_results.py writes; it notices changes."""
+"""Pages of results and README.md's numbers are what benchmarks/make_results.py writes; it notices changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
-PAGE = ROOT / "docs" / "results.md"
+PAGES = ROOT / "docs" / "results"
 MODULES = ("kernel_sources", "measurements", "results_text", "results_page", "make_results")
 
 
@@ -61,30 +61,31 @@ def test_results_are_current(tools: Tools) -> None:
     assert tools.stale() == [], "run `make results`"
 
 
-def test_every_file_is_on_the_page() -> None:
-    text = PAGE.read_text()
-    assert len(FILES) > 40
-    assert [file.name for file in FILES if f"/{file.name})" not in text] == []
+def test_the_newest_row_counts(tools: Tools) -> None:
+    """Also where an older one is faster."""
+    groups, _ = tools.measurements.read(RESULTS, tools.judge)
+    group = next(each for each in groups if (each.op, each.where) == ("gemm_ar_norm", "2× H200"))
+    assert group.is_full and len({found.source.name for found in group.rows}) == 2
+    newest = max(found.source.date for found in group.rows)
+    row = next(found.row for found in group.rows if found.source.date == newest)
+    files = [file for file in FILES if "gemm_ar_norm" in file.name or "decode-8b" in file.name]
+    older = [each for file in files for each in json.loads(file.read_text())["rows"]]
+    same = [each for each in older if (each["op"], each["model"], each["m"]) == (row.op, row.model, row.m)]
+    assert len(same) > 1
 
 
-def test_every_picture_of_results_is_on_the_page() -> None:
-    text = PAGE.read_text()
-    pictures = (ROOT / "docs" / "figures").glob("*.svg")
-    drawn = [path.name for path in pictures if "NVIDIA" in path.read_text()]
-    assert len(drawn) > 5
-    assert [name for name in drawn if f"figures/{name})" not in text] == []
+def test_rows_that_starve_experts_are_withdrawn(tools: Tools) -> None:
+    groups, _ = tools.measurements.read(RESULTS, tools.judge)
+    of_layers = [group for group in groups if group.op.startswith("moe_layer")]
+    assert sum(group.withdrawn for group in of_layers) > 0
+    assert not [found for group in groups for found in group.rows if tools.measurements.starves(found.row)]
+    assert "Withdrawn: " in (PAGES / "moe.md").read_text()
 
 
-def test_headlines_do_not_depend_on_the_result(tools: Tools) -> None:
-    """The newest of those with most shapes, where an older one is faster too."""
-    found, _ = tools.measurements.read(RESULTS, tools.judge)
-    sections = tools.page.Sections(found)
-    slower = 0
-    for op in tools.page.OPERATORS:
-        for first, *others in sections.of(op):
-            assert all((m.covered, m.date) < (first.covered, first.date) for m in others), op
-            slower += any(m.summary.geomean_speedup > first.summary.geomean_speedup for m in others)
-    assert slower > 0
+def test_a_baseline_is_without_flux(tools: Tools) -> None:
+    groups, _ = tools.measurements.read(RESULTS, tools.judge)
+    names = {found.derived.peer_name for group in groups for found in group.rows}
+    assert "vLLM CUTLASS" in names and not [name for name in names if name and "flux" in name]
 
 
 def test_a_changed_number_and_a_missing_file(tools: Tools, copies: Path) -> None:
@@ -92,9 +93,17 @@ def test_a_changed_number_and_a_missing_file(tools: Tools, copies: Path) -> None
     data = json.loads((copies / name).read_text())
     data["rows"][0]["times"]["flux"]["samples_ms"] = [1.0] * 7
     rewrite(copies, name, data)
-    assert tools.stale(copies) == [PAGE, ROOT / "README.md"]
+    assert tools.stale(copies) == [ROOT / "docs" / "results.md", PAGES / "megatron.md"]
     (copies / name).unlink()
     assert tools.stale(copies)
+
+
+def test_a_stale_number_of_the_readme(tools: Tools, copies: Path) -> None:
+    name = next(file.name for file in FILES if "70b-40-layers-tp4-4xH200-0ed04ed" in file.name)
+    data = json.loads((copies / name).read_text())
+    data["runs"]["flux-graph"]["samples_s"]["prefill"] = [0.5] * 4
+    rewrite(copies, name, data)
+    assert ROOT / "README.md" in tools.stale(copies)
 
 
 def test_a_new_file(tools: Tools, copies: Path) -> None:
@@ -102,7 +111,8 @@ def test_a_new_file(tools: Tools, copies: Path) -> None:
     data = json.loads(old.read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
     rewrite(copies, "2027-01-01-new.json", data)
     marks = tools.measurements.Marks("same", True)
-    assert "/2027-01-01-new.json)" in tools.make.written(ROOT, copies, lambda *_: marks)[PAGE]
+    written = tools.make.written(ROOT, copies, lambda *_: marks)
+    assert "/2027-01-01-new.json)" in written[PAGES / "vllm.md"] + written[PAGES / "megatron.md"]
 
 
 @pytest.mark.parametrize("data", [{"what": "tuning"}, [1], {}])
@@ -129,7 +139,7 @@ def test_a_file_whose_commit_is_nowhere(tools: Tools, copies: Path) -> None:
 
 def test_a_kernel_that_changed(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools.history, "changed", lambda op, _: 0.99)
-    assert PAGE in tools.stale()
+    assert PAGES / "gemm_rs.md" in tools.stale()
 
 
 @pytest.fixture

@@ -166,7 +166,9 @@ class Derived:
     serial: float | None
     peer: float | None
     peer_name: str | None
+    parts: float | None
     speedup: float | None
+    over_parts: float | None
     e_overlap: float | None
     floor: float | None
     over_floor: float | None
@@ -243,13 +245,17 @@ def geomean(values: Iterable[float]) -> float:
 def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool = True) -> Derived:
     """Everything the table shows about a row.
 
-    The best peer is the fastest other candidate that does the same job: without flux, roles ``serial`` and
-    ``peer``, or by flux's own parts one after the other, role ``parts``.
-    GEMM alone is the fastest candidate of role ``gemm``; a plain GEMM row has no such role, hence no floor.
+    The best peer is the fastest candidate that does the same job without flux, fp8 sums with fewer bits
+    included. Own parts are candidates that do it by other operators of flux. GEMM alone is the fastest
+    candidate of role ``gemm``; a plain GEMM row has no such role, hence no floor.
     """
     best: dict[str, tuple[float, str]] = {}
     for name, timing in row.times.items():
-        roles = (timing.role, "peer") if timing.role in ("serial", "parts") else (timing.role,)
+        roles = {timing.role} - {"peer", "parts"}
+        if "flux" not in name and timing.role in (*OTHERS, "fast"):
+            roles.add("peer")
+        elif "flux" in name and timing.role in OTHERS and name != IN_16_BITS:
+            roles.add("parts")
         for role in roles:
             if role not in best or timing.median < best[role][0]:
                 best[role] = (timing.median, name)
@@ -258,6 +264,7 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
         return best[role][0] if role in best else None
 
     t, gemm, comm, serial, peer = (time_of(r) for r in ROLES)
+    parts = time_of("parts")
     floor = floor_ms(gemm, row.wire_bytes, link_gb_per_s) if gemm is not None and with_floor else None
     m, n, k = row.local
     return Derived(
@@ -267,7 +274,9 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
         serial=serial,
         peer=peer,
         peer_name=best["peer"][1] if "peer" in best else None,
+        parts=parts,
         speedup=peer / t if peer is not None and t is not None else None,
+        over_parts=parts / t if parts is not None and t is not None else None,
         e_overlap=e_overlap(t, gemm, serial) if None not in (t, gemm, serial) else None,  # type: ignore[arg-type]
         floor=floor,
         over_floor=t / floor if t is not None and floor is not None else None,
@@ -283,6 +292,8 @@ class Summary:
     wrong: int
     geomean_speedup: float | None
     min_speedup: float | None
+    geomean_over_parts: float | None
+    min_over_parts: float | None
     geomean_over_floor: float | None
     max_over_floor: float | None
     median_e_overlap: float | None
@@ -306,6 +317,7 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
     E_overlap can be negative, so its middle is a median and not a geometric mean.
     """
     speedups = [d.speedup for d in derived if d.speedup is not None]
+    parts = [d.over_parts for d in derived if d.over_parts is not None]
     floors = [(d.over_floor, d.floor) for d in derived if d.over_floor is not None and d.floor is not None]
     overlaps = [d.e_overlap for d in derived if d.e_overlap is not None]
     held = [ratio for ratio, floor in floors if floor >= bar.floor_from_ms] if bar.over_floor else []
@@ -319,6 +331,8 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         wrong=sum(not row.ok for row in rows),
         geomean_speedup=mean,
         min_speedup=min(speedups, default=None),
+        geomean_over_parts=geomean(parts) if parts else None,
+        min_over_parts=min(parts, default=None),
         geomean_over_floor=geomean(r for r, _ in floors) if floors else None,
         max_over_floor=max((r for r, _ in floors), default=None),
         median_e_overlap=median(overlaps) if overlaps else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -12,7 +12,7 @@ import torch
 import flux
 from flux import machine
 from flux._files import Count, Positive, Within, is_stream, parse, read_json, write_json
-from flux.bench.model import LINK_GB_PER_S, VLLM, Derived, Row, Timing, derive
+from flux.bench.model import LINK_GB_PER_S, Derived, Row, Timing, derive
 from flux.peers import versions
 
 _Schema = Literal[1]
@@ -117,8 +117,6 @@ def _row_from_json(data: _Row, where: str, place: str) -> Row:
     left = ("derived", "conditions", "sustained_ms", "after_ms")
     fields: dict[str, Any] = {key: value for key, value in data.items() if key not in left}
     times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data.get("times", {}).items()}
-    if VLLM in times and times[VLLM].role == "peer":  # in files of commit 0ed04ed and before
-        times[VLLM] = replace(times[VLLM], role="fast")
     row: Row = parse(Row, {**fields, "times": times}, where, place)
     return row
 

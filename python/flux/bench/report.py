@@ -155,6 +155,9 @@ _PEER = Column("best peer", _peer, "left")
 _PEER_MS = Column("cuBLAS", lambda r, d, b: _ms(d.peer))
 _SPEEDUP = Column("speed-up", _speedup)
 _SPEEDUP_3 = Column("speed-up", lambda r, d, b: _judged(d.speedup, (d.speedup or 0) >= b.row, 3))
+_OVER_PARTS = Column(
+    "over parts", lambda r, d, b: _judged(d.over_parts, (d.over_parts or 0) >= b.row), spare=1
+)
 _E_OVERLAP = Column("E_overlap", lambda r, d, b: _ratio(d.e_overlap), spare=4)
 _FLOOR = Column("floor", lambda r, d, b: _ms(d.floor), spare=7)
 _OVER_FLOOR = Column("t/floor", _over_floor)
@@ -173,7 +176,9 @@ _CHECK = Column(
 
 _HEAD = [_MODEL, _M, _N_K, _FLUX]
 _TAIL = [Column("host µs", _host, spare=8), Column("plan", _plan, "left", spare=9), _CHECK]
-_GPU_COLLECTIVE = [*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _E_OVERLAP, _FLOOR, _OVER_FLOOR]
+_GPU_COLLECTIVE = [
+    *(*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _OVER_PARTS, _E_OVERLAP, _FLOOR, _OVER_FLOOR),
+]
 _GPU_GEMM = [_PATTERN, _M, _N_K, _FLUX, _PEER_MS, _SPEEDUP_3, _RATE, _PEER_RATE, *_TAIL]
 _GPU_FP8_GEMM = [_PATTERN, _M, _N_K, _FLUX, _RATE, _OVER_16_BITS, _PEER, _SPEEDUP, _FAST, *_TAIL]
 _GPU_QUANTIZE = [_MODEL, _M, _K, _FLUX, _COPY, _OF_COPY, _PEER, _SPEEDUP, *_TAIL]

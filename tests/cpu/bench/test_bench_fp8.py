@@ -26,7 +26,17 @@ from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
 from flux.bench.cases import peers as peer_cases
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import Scaled, quantized
-from flux.bench.model import FP8, IN_16_BITS, VLLM, Row, Timing, bar_over_16_bits, in_way, on_wire_bytes
+from flux.bench.model import (
+    FP8,
+    IN_16_BITS,
+    VLLM,
+    Row,
+    Timing,
+    bar_over_16_bits,
+    derive,
+    in_way,
+    on_wire_bytes,
+)
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
@@ -356,10 +366,17 @@ def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
     assert fused(dtype=torch.bfloat16, scaling=None)
 
 
-def test_older_files_call_vllms_product_a_peer() -> None:
-    times = {"flux": Timing("flux", (1.0,)), VLLM: Timing("peer", (0.5,))}
+def test_sums_with_fewer_bits_are_a_way_without_flux() -> None:
+    times = {
+        "flux": Timing("flux", (1.0,)),
+        "flux, fast": Timing("fast", (0.4,)),
+        IN_16_BITS: Timing("peer", (0.3,)),
+    }
+    times |= {
+        "_scaled_mm": Timing("peer", (0.9,)),
+        VLLM: Timing("fast", (0.5,)),
+        "flux, parts": Timing("parts", (0.8,)),
+    }
     told = {"local": (8, 8, 8), "wire_bytes": 0, "times": times, "check": "exact", "scales": "row"}
-    row = Row("gemm", "a", "gemm", 8, 8, 8, 1, FP8, **told)  # type: ignore[arg-type]
-    file = record.Record("", "", "", "a", "cuda", {}, {}, [row])
-    (read,) = record.from_json(record.to_json(file)).rows
-    assert read.times[VLLM].role == "fast" and read.times["flux"].role == "flux"
+    found = derive(Row("gemm", "a", "gemm", 8, 8, 8, 1, FP8, **told))  # type: ignore[arg-type]
+    assert (found.peer_name, found.speedup, found.over_parts) == (VLLM, 0.5, 0.8)
