@@ -49,9 +49,10 @@ if [ "$gpus" -gt 1 ]; then
   for op in gemm_ar all_reduce gemm_ar_norm all_reduce_norm; do bench decode $op $op --suite decode; done
   for op in gemm_rs ag_gemm; do bench fp8 $op-fp8 $op --dtype fp8; done
   bench fp8 gemm_ar-fp8 gemm_ar --suite decode --dtype fp8
-  bench fp8 moe-fp8 moe_layer0 moe_layer1 --dtype fp8 --imbalance 0.032
-  bench moe moe_route moe_route --imbalance 0.032
-  for load in 0.032 hot; do bench moe moe-$load moe_layer0 moe_layer1 --imbalance $load; done
+  bench fp8 moe-fp8 moe_layer0 moe_layer1 --dtype fp8
+  bench moe moe_route moe_route
+  bench moe moe moe_layer0 moe_layer1
+  bench moe moe-hot moe_layer0 moe_layer1 --imbalance hot
   for op in layer_forward layer_training; do bench models $op $op; done
   for nodes in 2 4; do
     [ $((gpus % nodes)) = 0 ] && [ "$gpus" -gt $nodes ] || continue

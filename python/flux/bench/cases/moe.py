@@ -113,8 +113,15 @@ class MoeProblem(Problem):
 
 def rows(request: Request) -> list[Problem]:
     """Models x layouts x imbalances x tokens. Routing does not depend on who holds what of the experts."""
-    wanted = [_load(text) for text in request.imbalance or ("0", "0.032", "0.05", _ZIPF, _HOT)]
+    wanted = [_load(text) for text in request.imbalance or ("0", _ZIPF)]
     layouts = request.ep or tuple(dict.fromkeys((1, request.world)))
+    for model in request.pick(tuple(MODELS)):
+        least = 1 / MODELS[model].experts
+        if too_wide := [load["load_std"] for load in wanted if load.get("load_std", 0.0) > least]:
+            raise ValueError(
+                f"bench: --imbalance of {model} expected to be at most the mean share of its experts, "
+                f"{least:.3g}, or half of them get no token; got {too_wide[0]:g}"
+            )
     return [
         problem(request.op, model, m, ep_size, **load)
         for model in request.pick(tuple(MODELS))
