@@ -171,6 +171,7 @@ lint: $(STAMP)
 	    "$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES_CXX)"; do \
 	  echo "$$check" | cut -c1-100; $$check || failed=1; \
 	done; test -z "$$failed"
+	@git log -30 --format=%s 2>/dev/null | awk 'length > 72 {print "subject of over 72 characters: " $$0; bad = 1} END {exit bad}'
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -7,7 +7,7 @@ Environment variables (all optional):
   FLUX_CUTLASS_DIR  CUTLASS 4 source tree; default: the one of the nvidia-cutlass package.
   FLUX_TORCH_DIR    folder of the installed torch package; default: found, not imported.
   FLUX_KERNELS      a _C.so to pack instead of compiling one: wheels for several Pythons share it.
-  FLUX_LOCAL_VERSION  added to the version, such as cpu for 0.2.0+cpu.
+  FLUX_LOCAL_VERSION  added to the version, such as cpu for 0.3.0+cpu.
   FLUX_COMMIT       commit that benchmark records of the installed package name.
   FLUX_BUILD_DIR    where CMake works; default: build/ in the source tree, so that rebuilds are incremental.
   MAX_JOBS          compile jobs at a time; default: one a core.

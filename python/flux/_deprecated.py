@@ -25,7 +25,7 @@ def warn(old: str, new: str) -> None:
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "flux":
         frame, level = frame.f_back, level + 1
-    warnings.warn(f"{old} is deprecated and goes with flux 0.3: {new}", DeprecationWarning, stacklevel=level)
+    warnings.warn(f"{old} is deprecated and goes with flux 0.4: {new}", DeprecationWarning, stacklevel=level)
 
 
 def word(op: str, argument: str, given: Any, words: dict[str, str]) -> Any:

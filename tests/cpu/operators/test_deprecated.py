@@ -115,7 +115,7 @@ def test_an_old_spelling_means_the_new_one_and_warns_once(old: str) -> None:
     _deprecated._said.clear()
     with pytest.warns(DeprecationWarning) as told:
         results = [before(), before()]
-    assert [str(each.message) for each in told] == [f"{old} is deprecated and goes with flux 0.3: {words}"]
+    assert [str(each.message) for each in told] == [f"{old} is deprecated and goes with flux 0.4: {words}"]
     assert told[0].filename == __file__, "the warning names the caller's line"
     for result in results:
         assert repr(result) == repr(expected)
