@@ -153,14 +153,14 @@ def vllm_key(other: Other) -> tuple[object, ...]:
     work, model = settings["work"], settings["model"]
     runs = frozenset(name for name in other.data["runs"] if not name.startswith("stock"))
     return (
-        *(model.get("name", "llama-3-8b"), model.get("fp8"), settings["tp"], other.source.machine),
-        *(settings.get("defaults"), work.get("api_server"), runs),
+        *(model.get("name", "llama-3-8b"), settings["tp"], other.source.machine),
+        *(work.get("api_server"), runs),
     )
 
 
 def vllm(found: Sequence[Other], up: str) -> list[str]:
     parts = []
-    for other in newest(found, vllm_key):
+    for other in newest([other for other in found if other.data["settings"].get("defaults")], vllm_key):
         settings, runs = other.data["settings"], other.data["runs"]
         rates = over_stock(runs)
         metrics = list(dict.fromkeys(metric for of_run in rates.values() for metric in of_run))
@@ -169,10 +169,8 @@ def vllm(found: Sequence[Other], up: str) -> list[str]:
             for name, of_run in rates.items()
         ]
         model = settings["model"]
-        how = "its defaults" if settings.get("defaults") else "without its fusion of all-reduces"
-        how += ", API server" if settings["work"].get("api_server") else ""
-        fp8 = ", fp8" if model.get("fp8") else ""
-        title = f"{model.get('name', 'llama-3-8b')}{fp8}, {model['layers']} layers, TP {settings['tp']}"
+        how = "its defaults, API server" if settings["work"].get("api_server") else "its defaults"
+        title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
         version = other.data["machine"]["vllm"]
         said = f"vLLM {version}, {how}; {origin(other.source, up)} {scatter(runs)}"
         parts.append(f"### {title}\n\n{said}\n")
