@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "bindings/core.h"
 #include "runtime/launch_table.h"
 #include "runtime/turn.h"
 
@@ -15,13 +16,9 @@ namespace flux::bindings {
 
 // Waits for a turn without the GIL.
 inline void acquire(runtime::Turn& turn) {
-  namespace py = pybind11;
   if (turn.try_acquire()) return;
-  py::gil_scoped_release release;
-  turn.acquire([] {
-    py::gil_scoped_acquire hold;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  const pybind11::gil_scoped_release release;
+  turn.acquire(check_signals);
 }
 
 // Serialises the calls of host threads on a group. Also records whether an exception ended a call that peers have seen a
@@ -35,8 +32,9 @@ class CallTurn {
  public:
   explicit CallTurn(pybind11::object refusals) : refusals_(std::move(refusals)) {}
 
-  // args: the function, then its arguments. holds: `hold`, else `call`.
-  pybind11::object call(PyObject* const* args, Py_ssize_t count, bool holds);
+  // args: the function, then its arguments. kHolds: `hold`, else `call`.
+  template <bool kHolds>
+  PyObject* call(PyObject* const* args, Py_ssize_t count);
 
   // A call without Python code in it: try_enter, open, leave. False if another thread is inside a call.
   bool try_enter() {

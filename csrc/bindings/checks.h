@@ -28,6 +28,13 @@ inline void check_range(const std::string& what, int64_t value, int64_t low, int
   }
 }
 
+inline void check_extent(const std::string& what, int64_t value) { check_range(what, value, 1, kMaxExtent); }
+
+// An index of one of `count` things.
+inline void check_index(const std::string& what, int64_t index, int64_t count) {
+  check_range(what, index, 0, count - 1);
+}
+
 inline void check_multiple(const std::string& what, int64_t value, const std::string& of, int64_t divisor) {
   if (value % divisor != 0) {
     throw pybind11::value_error(what + ": expected a multiple of " + of + ", got " + std::to_string(value));
@@ -46,22 +53,18 @@ inline void check_world_size(int world_size) {
   check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
 }
 
-inline void check_rank(const char* what, int rank, int world_size) {
-  check_range(what, rank, 0, world_size - 1);
-}
-
 // Wraps a member function that takes a rank, and checks the rank.
 template <class Layout, int (Layout::*of)(int) const>
 int of_rank(const Layout& self, int rank) {
-  check_rank("rank", rank, self.world_size);
+  check_index("rank", rank, self.world_size);
   return (self.*of)(rank);
 }
 
 // Checks a matrix whose rows are one shard for each rank.
 inline void check_shards(int m, const char* columns_name, int columns, int world_size) {
   check_world_size(world_size);
-  check_range("m", m, 1, kMaxExtent);
-  check_range(columns_name, columns, 1, kMaxExtent);
+  check_extent("m", m);
+  check_extent(columns_name, columns);
   check_multiple("m", m, "world_size " + std::to_string(world_size), world_size);
 }
 
@@ -74,8 +77,8 @@ inline void check_problem(int m, int n, int world_size) {
 
 // The index of the slot of `src` on `owner`. A rank has no slot for itself.
 inline int checked_slot_index(int src, int owner) {
-  check_rank("src", src, runtime::kMaxWorldSize);
-  check_rank("owner", owner, runtime::kMaxWorldSize);
+  check_index("src", src, runtime::kMaxWorldSize);
+  check_index("owner", owner, runtime::kMaxWorldSize);
   if (src == owner)
     throw pybind11::value_error("src: expected another rank than owner " + std::to_string(owner));
   return runtime::slot_index(src, owner);

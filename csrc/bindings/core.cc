@@ -1,5 +1,5 @@
-// flux._core: the part of the native code that needs neither torch nor CUDA. Plans and tile orders come from the same
-// headers as in the kernels, so CPU tests enumerate exactly what a GPU does.
+// flux._core: the part of the native code that needs neither torch nor CUDA. Plans, tile orders and exchanges come from
+// the same headers as in the kernels, so CPU tests enumerate exactly what a GPU does.
 
 #include "bindings/core.h"
 
@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -25,20 +24,29 @@
 #include "gemm/tile_config.h"
 #include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
+#include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 #include "runtime/op_ids.h"
 #include "runtime/symm_buffer.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace flux::bindings {
 namespace {
 
-using RankTile = std::tuple<int, int, int>;  // owner, m and n inside the owner's shard
+using runtime::Exchange;
+// Of each tile its owner, and m and n inside the owner's shard.
+using RankTiles = std::vector<std::optional<std::tuple<int, int, int>>>;
 
 const gemm::TileConfig& config_at(int config) {
-  check_range("config", config, 0, gemm::kNumTileConfigs - 1);
+  check_index("config", config, gemm::kNumTileConfigs);
   return gemm::kTileConfigs[config];
+}
+
+const gemm::SwapAbConfig& swap_ab_at(int tile) {
+  check_index("tile", tile, gemm::kNumSwapAbConfigs);
+  return gemm::kSwapAbConfigs[tile];
 }
 
 // ---- atomics ----------------------------------------------------------------------------------------------
@@ -48,24 +56,18 @@ uint32_t wait_at_least(uint64_t address, uint32_t epoch, double timeout_s) {
   if (!(timeout_s >= 0.0)) {
     throw py::value_error("timeout_s: expected a number of seconds, got " + std::to_string(timeout_s));
   }
-  const double seconds = std::min(timeout_s, 1e9);
-  const auto timeout =
-      std::chrono::duration_cast<runtime::Clock::duration>(std::chrono::duration<double>(seconds));
-  py::gil_scoped_release release;
-  return runtime::wait_at_least(address, epoch, timeout, [] {
-    py::gil_scoped_acquire acquire;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  const std::chrono::duration<double> seconds(std::min(timeout_s, 1e9));
+  const auto timeout = std::chrono::duration_cast<runtime::Clock::duration>(seconds);
+  const py::gil_scoped_release release;
+  return runtime::wait_at_least(address, epoch, timeout, check_signals);
 }
 
 // The fields in the order of ErrorRecord, or None while no wait has run out of time.
-std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>> read_error(
-    uint64_t address) {
+py::object read_error(uint64_t address) {
   checked_word("addr", address);
-  if (runtime::load_acquire(address + offsetof(runtime::ErrorRecord, code)) == 0) return std::nullopt;
-  runtime::ErrorRecord record;
-  std::memcpy(&record, reinterpret_cast<const void*>(address), sizeof(record));
-  return std::make_tuple(record.op, record.rank, record.peer, record.tile, record.expected, record.seen);
+  if (runtime::load_acquire(address + offsetof(runtime::ErrorRecord, code)) == 0) return py::none();
+  const auto& record = *reinterpret_cast<const runtime::ErrorRecord*>(address);
+  return py::make_tuple(record.op, record.rank, record.peer, record.tile, record.expected, record.seen);
 }
 
 // ---- workspaces -------------------------------------------------------------------------------------------
@@ -76,32 +78,32 @@ runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector
   // Signals are counted in 32 bits. The sum of any of these sizes and an address must fit into 64 bits.
   constexpr int64_t kMaxSignalBytes = int64_t{4} * INT32_MAX, kMaxSlotBytes = int64_t{1} << 48;
   check_world_size(world_size);
-  check_rank("rank", rank, world_size);
+  check_index("rank", rank, world_size);
   check_range("len(peers)", static_cast<int64_t>(peers.size()), world_size, world_size);
   check_range("signal_bytes", signal_bytes, 0, kMaxSignalBytes);
   check_range("slot_bytes", slot_bytes, 0, kMaxSlotBytes);
   check_range("exchange_bytes", exchange_bytes, 0, kMaxSlotBytes);
-  runtime::SymmBuffer buffer{};
-  buffer.rank = rank;
-  buffer.world_size = world_size;
+  runtime::SymmBuffer buffer = {.rank = rank,
+                                .world_size = world_size,
+                                .peers = {},
+                                .signal_bytes = signal_bytes,
+                                .slot_bytes = slot_bytes,
+                                .exchange_bytes = exchange_bytes,
+                                .error = reinterpret_cast<runtime::ErrorRecord*>(error),
+                                .timeout_ns = timeout_ns};
   std::copy(peers.begin(), peers.end(), buffer.peers);
-  buffer.signal_bytes = signal_bytes;
-  buffer.slot_bytes = slot_bytes;
-  buffer.exchange_bytes = exchange_bytes;
-  buffer.error = reinterpret_cast<runtime::ErrorRecord*>(error);
-  buffer.timeout_ns = timeout_ns;
   return buffer;
 }
 
 // ---- plans ------------------------------------------------------------------------------------------------
 
-std::string tile_name(const gemm::TileConfig& config) {
-  return gemm::config_name(config.id, gemm::Cluster::kNone);
+std::string tile_name(const gemm::TileConfig& tile) {
+  return gemm::config_name(tile.id, gemm::Cluster::kNone);
 }
 
 gemm::Choice checked_select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
-  check_range("k", problem.k, 1, kMaxExtent);
+  check_extent("k", problem.k);
   check_range("num_sms", problem.num_sms, 1, kMaxSms);
   check_range("config", config, -1, INT32_MAX);
   if (config >= 0 && (config & 0xff) >= gemm::kFirstSwapAb) {
@@ -114,7 +116,7 @@ gemm::Choice checked_select(const gemm::Problem& problem, int config) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));
   }
-  const gemm::Choice choice = gemm::select(problem, config);
+  gemm::Choice choice = gemm::select(problem, config);
   if (choice.config < 0) {
     throw py::value_error("config: expected a tile and cluster that the problem and its " +
                           std::to_string(problem.num_sms) + " SMs allow, got " + std::to_string(config));
@@ -134,7 +136,7 @@ gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
 
 // Limits group_m to the number of tile rows, which gives the same order, so that products fit into 32 bits.
 int checked_group_m(int group_m, const gemm_rs::Layout& layout) {
-  check_range("group_m", group_m, 1, kMaxExtent);
+  check_extent("group_m", group_m);
   return std::min(group_m, layout.world_size * layout.m_tiles);
 }
 
@@ -143,47 +145,42 @@ gemm::Cluster checked_cluster(int cluster) {
   return static_cast<gemm::Cluster>(cluster);
 }
 
-gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, int cluster, int group_m,
-                           bool copied) {
-  const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
-  check_rank("rank", rank, world_size);
-  gemm::TileOrder order =
-      gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout), copied);
-  if (world_size == 1) order.peers = gemm::Peers::kOneByOne;  // kTakeTurns divides by the number of peers
-  return order;
-}
-
 int64_t tile_offset(const gemm_rs::Layout& self, int slot, int m_tile, int n_tile) {
-  check_range("slot", slot, 0, self.world_size - 2);
-  check_range("m_tile", m_tile, 0, self.m_tiles - 1);
-  check_range("n_tile", n_tile, 0, self.n_tiles - 1);
+  check_index("slot", slot, self.world_size - 1);
+  check_index("m_tile", m_tile, self.m_tiles);
+  check_index("n_tile", n_tile, self.n_tiles);
   return self.tile_offset(slot, m_tile, n_tile);
 }
 
 int signal_index(const gemm_rs::Layout& self, int m_tile, int n_tile, int half) {
-  check_range("m_tile", m_tile, 0, self.m_tiles - 1);
-  check_range("n_tile", n_tile, 0, self.n_tiles - 1);
+  check_index("m_tile", m_tile, self.m_tiles);
+  check_index("n_tile", n_tile, self.n_tiles);
   check_range("half", half, 0, 1);
   return self.signal_index(m_tile, n_tile, half);
 }
 
 // `idle`: also null for each CTA of a cluster that has no tile.
-std::vector<std::optional<RankTile>> all_tiles(const gemm::TileOrder& order, bool idle = false) {
+RankTiles all_tiles(const gemm::TileOrder& order, bool idle = false) {
   check_range("tiles", order.num_clusters() * order.cluster_size(), 1, kMaxListed);
-  std::vector<std::optional<RankTile>> tiles;
+  RankTiles tiles;
   for (int index = 0; index < order.num_clusters(); ++index) {
     for (int cta = 0; cta < order.cluster_size(); ++cta) {
       const gemm::Tile tile = order.at(index, cta);
-      if (tile.valid) tiles.push_back(RankTile(tile.shard, tile.m, tile.n));
+      if (tile.valid) tiles.push_back(std::tuple(tile.shard, tile.m, tile.n));
       if (!tile.valid && idle) tiles.push_back(std::nullopt);
     }
   }
   return tiles;
 }
 
-std::vector<std::optional<RankTile>> gemm_rs_tiles(int m, int n, int world_size, int rank, int config,
-                                                   int cluster, int group_m, bool copied, bool idle) {
-  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m, copied), idle);
+RankTiles gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster, int group_m,
+                        bool copied, bool idle) {
+  const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
+  check_index("rank", rank, world_size);
+  gemm::TileOrder order =
+      gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout), copied);
+  if (world_size == 1) order.peers = gemm::Peers::kOneByOne;  // kTakeTurns divides by the number of peers
+  return all_tiles(order, idle);
 }
 
 std::pair<std::vector<std::pair<int, int>>, std::vector<int>> gemm_rs_chunks(int count, int tiles) {
@@ -199,58 +196,36 @@ std::pair<std::vector<std::pair<int, int>>, std::vector<int>> gemm_rs_chunks(int
 
 int copy_chunks(int m, int n, int k, int world_size, int operand_bytes) {
   check_problem(m, n, world_size);
-  check_range("k", k, 1, kMaxExtent);
+  check_extent("k", k);
   check_range("operand_bytes", operand_bytes, 1, 2);
   return gemm_rs::copy_chunks(m, n, k, world_size, operand_bytes);
 }
 
-// The operands of a problem, from the arguments that all selections share.
-gemm::Choice select(gemm::Problem problem, int config, int operand_bytes, bool block_scales, bool fast) {
-  check_range("operand_bytes", operand_bytes, 1, 2);
-  if (operand_bytes == 1) {
-    if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
-    problem.operand_bytes = 1;
-    problem.promotes = block_scales || !fast;
-    problem.block_scales = block_scales;
-  }
-  return checked_select(problem, config);
-}
+template <class>
+using Int = int;
 
-gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
-                         int operand_bytes, bool block_scales, bool fast, bool swiglu) {
-  return select(
-      {.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms, .swiglu = swiglu},
-      config, operand_bytes, block_scales, fast);
-}
-
-gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
-                            int operand_bytes, bool block_scales, bool fast) {
-  return select(
-      {.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms, .all_reduced = true},
-      config, operand_bytes, block_scales, fast);
-}
-
-gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
-                            int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({.m = m,
-                 .n = n,
-                 .k = k,
-                 .transpose_weight = transpose_weight,
-                 .world_size = world_size,
-                 .num_sms = num_sms},
-                config, operand_bytes, block_scales, fast);
-}
-
-gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
-                            int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({.m = m,
-                 .n = n,
-                 .k = k,
-                 .transpose_weight = transpose_weight,
-                 .world_size = world_size,
-                 .num_sms = num_sms,
-                 .gathers = true},
-                config, operand_bytes, block_scales, fast);
+// Defines a selection. kind: what is true of the problem, or null. ranks: the argument for their number, if there are
+// several.
+template <class... Arg>
+void def_select(py::module_& m, const char* name, bool gemm::Problem::* kind, const char* doc,
+                const Arg&... ranks) {
+  const auto select = [kind](int m, int n, int k, bool transpose_weight, Int<Arg>... world_size, int num_sms,
+                             int config, int operand_bytes, bool block_scales, bool fast, bool swiglu) {
+    gemm::Problem problem = {
+        .m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms, .swiglu = swiglu};
+    ((problem.world_size = world_size), ...);
+    if (kind != nullptr) problem.*kind = true;
+    check_range("operand_bytes", operand_bytes, 1, 2);
+    if (operand_bytes == 1) {
+      if (transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
+      problem.operand_bytes = 1;
+      problem.promotes = block_scales || !fast;
+      problem.block_scales = block_scales;
+    }
+    return checked_select(problem, config);
+  };
+  m.def(name, select, "m"_a, "n"_a, "k"_a, "transpose_weight"_a, ranks..., "num_sms"_a, "config"_a = -1,
+        "operand_bytes"_a = 2, "block_scales"_a = false, "fast"_a = false, "swiglu"_a = false, doc);
 }
 
 ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) {
@@ -261,7 +236,7 @@ ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) 
 
 std::optional<std::tuple<int, int, int64_t, int>> piece_of_rows(const ag_gemm::Layout& self, int size,
                                                                 int peers, int index) {
-  check_range("size", size, 1, kMaxExtent);
+  check_extent("size", size);
   check_range("peers", peers, 1, runtime::kMaxWorldSize);
   check_range("index", index, 0, kMaxExtent);
   const int64_t per_block = (self.block_bytes(0) + size - 1) / size;
@@ -273,22 +248,69 @@ std::optional<std::tuple<int, int, int64_t, int>> piece_of_rows(const ag_gemm::L
 }
 
 int64_t row_offset(const ag_gemm::Layout& self, int slot, int row) {
-  check_range("slot", slot, 0, self.world_size - 2);
-  check_range("row", row, 0, self.rows - 1);
+  check_index("slot", slot, self.world_size - 1);
+  check_index("row", row, self.rows);
   return self.offset(slot, row);
 }
 
 int64_t scale_offset(const ag_gemm::Layout& self, int slot) {
-  check_range("slot", slot, 0, self.world_size - 2);
+  check_index("slot", slot, self.world_size - 1);
   return self.scale_offset(slot);
 }
 
-std::vector<std::optional<RankTile>> ag_gemm_tiles(int m, int n, int world_size, int rank, int config,
-                                                   int cluster, int group_m) {
+RankTiles ag_gemm_tiles(int m, int n, int world_size, int rank, int config, int cluster, int group_m) {
   const gemm_rs::Layout tiles = gemm_rs_layout(m, n, world_size, config);
-  check_rank("rank", rank, world_size);
+  check_index("rank", rank, world_size);
   return all_tiles(ag_gemm::make_order(m, n, world_size, rank, config_at(config), checked_cluster(cluster),
                                        checked_group_m(group_m, tiles)));
+}
+
+// ---- exchanges --------------------------------------------------------------------------------------------
+
+// m * n is limited like a number of columns, because a matrix may be treated as one row.
+void check_matrix(int m, int n, int world_size) {
+  check_world_size(world_size);
+  check_extent("m", m);
+  check_extent("n", n);
+  check_extent("m * n", static_cast<int64_t>(m) * n);
+}
+
+template <Exchange (*kMake)(int m, int n, int world_size, Exchange::Mode mode)>
+Exchange exchange(int m, int n, int world_size, Exchange::Mode mode) {
+  check_matrix(m, n, world_size);
+  check_multiple("n", n, "8", Exchange::kVector);
+  check_range("mode", static_cast<int>(mode), 0, static_cast<int>(Exchange::Mode::kScatter));
+  if (mode == Exchange::Mode::kScatter) check_shards(m, "n", n, world_size);
+  return kMake(m, n, world_size, mode);
+}
+
+// Accepts any matrix, also one that is too large for an Exchange.
+Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
+  constexpr int64_t kMax = int64_t{1} << 48;
+  check_world_size(world_size);
+  check_range("m", m, 1, kMax);
+  check_range("n", n, 1, kMax);
+  return runtime::all_reduce_mode(m, n, world_size);
+}
+
+int64_t contribution(const Exchange& self, int source, int owner, int row, int column) {
+  check_index("source", source, self.world_size);
+  check_index("owner", owner, self.world_size);
+  check_index("row", row, self.m);
+  // An owner at the edge may have no columns; its first column is then after the last column.
+  check_range("column", column, 0, std::max<int64_t>(self.n - 1, self.first_column(owner)));
+  return self.contribution(source, owner, row, column);
+}
+
+int64_t result(const Exchange& self, int row, int column) {
+  check_index("row", row, self.m);
+  check_index("column", column, self.n);
+  return self.result(row, column);
+}
+
+int64_t int8_scatter_bytes(int rows, int n, int world_size) {
+  check_matrix(rows, n, world_size);
+  return runtime::Int8Scatter{rows, n, world_size}.bytes();
 }
 
 // ---- module -----------------------------------------------------------------------------------------------
@@ -297,41 +319,38 @@ void bind_atomics(py::module_& m) {
   m.def(
       "store_release",
       [](uint64_t address, uint32_t value) { runtime::store_release(checked_word("addr", address), value); },
-      py::arg("addr"), py::arg("value"),
+      "addr"_a, "value"_a,
       "Store a u32; everything written before is visible to whoever acquires it. `addr`, as of all "
       "functions here, is trusted: it must be that of a mapped word.");
   m.def(
       "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word("addr", address)); },
-      py::arg("addr"), "Load a u32; everything its writer released before it is visible from here on.");
-  m.def("wait_at_least", &wait_at_least, py::arg("addr"), py::arg("epoch"), py::arg("timeout_s"),
+      "addr"_a, "Load a u32; everything its writer released before it is visible from here on.");
+  m.def("wait_at_least", &wait_at_least, "addr"_a, "epoch"_a, "timeout_s"_a,
         "Wait, with the GIL released, until the u32 has reached `epoch` (modulo 2**32) or `timeout_s` "
         "seconds have passed; return the value last seen. KeyboardInterrupt gets through.");
-  m.def("read_error", &read_error, py::arg("addr"),
+  m.def("read_error", &read_error, "addr"_a,
         "(op, rank, peer, tile, expected, seen) of an ErrorRecord in host memory, or None if no wait timed "
         "out. `addr` is trusted.");
 }
 
 void bind_workspace(py::module_& m) {
+  using runtime::SymmBuffer;
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   py::dict ops;
   for (const runtime::NamedOp& op : runtime::kOps) ops[op.name] = static_cast<uint32_t>(op.id);
   m.attr("OP_IDS") = ops;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
   m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;
-  py::class_<runtime::SymmBuffer>(
+  py::class_<SymmBuffer>(
       m, "SymmBuffer",
       "A group's workspace as kernels see it: peer addresses and sizes. Addresses are trusted.")
-      .def(py::init(&make_symm_buffer), py::arg("rank"), py::arg("world_size"), py::arg("peers"),
-           py::arg("signal_bytes"), py::arg("slot_bytes"), py::arg("exchange_bytes"), py::arg("error"),
-           py::arg("timeout_ns"))
+      .def(py::init(&make_symm_buffer), "rank"_a, "world_size"_a, "peers"_a, "signal_bytes"_a, "slot_bytes"_a,
+           "exchange_bytes"_a, "error"_a, "timeout_ns"_a)
       .def_property_readonly(
-          "address", [](const runtime::SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); },
+          "address", [](const SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); },
           "Address of the native struct; valid as long as this object lives.")
-      .def_readonly("rank", &runtime::SymmBuffer::rank)
-      .def_readonly("world_size", &runtime::SymmBuffer::world_size)
-      .def_readonly("signal_bytes", &runtime::SymmBuffer::signal_bytes)
-      .def_readonly("slot_bytes", &runtime::SymmBuffer::slot_bytes)
-      .def_readonly("exchange_bytes", &runtime::SymmBuffer::exchange_bytes);
+      .def_readonly("signal_bytes", &SymmBuffer::signal_bytes)
+      .def_readonly("slot_bytes", &SymmBuffer::slot_bytes);
 }
 
 void bind_selection(py::module_& m) {
@@ -361,9 +380,8 @@ void bind_selection(py::module_& m) {
         }
         return tiles;
       },
-      py::arg("operand_bytes") = 2,
-      "The tile shapes for bf16 and fp16, whose ids are 0, 1, ..., or for fp8.");
-  m.def("tile_config", &config_at, py::arg("id"));
+      "operand_bytes"_a = 2, "The tile shapes for bf16 and fp16, whose ids are 0, 1, ..., or for fp8.");
+  m.def("tile_config", &config_at, "id"_a);
 
   m.attr("MAX_EXTENT") = kMaxExtent;
   m.attr("QUANTIZE_SCRATCH_FLOATS") = gemm::kPartsFloats;
@@ -374,18 +392,13 @@ void bind_selection(py::module_& m) {
   m.def(
       "swap_ab_stage_blocks",
       [](int tile, int k) {
-        check_range("tile", tile, 0, gemm::kNumSwapAbConfigs - 1);
-        check_range("k", k, 1, kMaxExtent);
-        return gemm::swap_ab_stage_blocks(gemm::kSwapAbConfigs[tile], k);
+        check_extent("k", k);
+        return gemm::swap_ab_stage_blocks(swap_ab_at(tile), k);
       },
-      py::arg("tile"), py::arg("k"), "Into how many parts k can be split at most.");
+      "tile"_a, "k"_a, "Into how many parts k can be split at most.");
   m.def(
-      "swap_ab_in_pairs",
-      [](int tile) {
-        check_range("tile", tile, 0, gemm::kNumSwapAbConfigs - 1);
-        return gemm::kSwapAbConfigs[tile].in_pairs;
-      },
-      py::arg("tile"), "Whether two CTAs can share the weight of a tile.");
+      "swap_ab_in_pairs", [](int tile) { return swap_ab_at(tile).in_pairs; }, "tile"_a,
+      "Whether two CTAs can share the weight of a tile.");
 
   py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
       .def_readonly("config", &gemm::Choice::config)
@@ -395,7 +408,6 @@ void bind_selection(py::module_& m) {
           "1: none, 2 and 3: pairs of CTAs share loads, 4 and 5: 2 and 3 CTAs share K.")
       .def_readonly("split", &gemm::Choice::split,
                     "CTAs that share the K of a swap-AB tile; 0: another tile.")
-      .def_readonly("sharers", &gemm::Choice::sharers, "CTAs that share the weight of a swap-AB tile.")
       .def_property_readonly("packed", &gemm::Choice::packed, "The choice as one integer, which ops take.")
       .def_readonly("sums_in_launch", &gemm::Choice::sums_in_launch,
                     "Of GEMM+AllReduce: whether the launch that multiplies also sums over ranks.")
@@ -403,24 +415,19 @@ void bind_selection(py::module_& m) {
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)
       .def_readonly("candidates", &gemm::Choice::candidates);
-#define FLUX_OPERANDS py::arg("operand_bytes") = 2, py::arg("block_scales") = false, py::arg("fast") = false
-  m.def("select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
-        py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS, py::arg("swiglu") = false,
-        "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
-        "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`. swiglu: "
-        "half of the n columns are a gate.");
-  m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS,
-        "The same for GEMM+AllReduce; k is this rank's part.");
-  m.def("select_gemm_rs", &select_gemm_rs, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
-        FLUX_OPERANDS,
-        "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.");
-  m.def("select_ag_gemm", &select_ag_gemm, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
-        FLUX_OPERANDS,
-        "The same for AllGather+GEMM; m counts the rows of all shards, n is this rank's part.");
-#undef FLUX_OPERANDS
+  def_select(
+      m, "select_gemm", nullptr,
+      "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
+      "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`. "
+      "swiglu: half of the n columns are a gate.");
+  def_select(m, "select_gemm_ar", &gemm::Problem::all_reduced,
+             "The same for GEMM+AllReduce; k is this rank's part.");
+  def_select(m, "select_gemm_rs", nullptr,
+             "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.",
+             "world_size"_a);
+  def_select(m, "select_ag_gemm", &gemm::Problem::gathers,
+             "The same for AllGather+GEMM; m counts the rows of all shards, n is this rank's part.",
+             "world_size"_a);
 }
 
 void bind_gemm_rs(py::module_& m) {
@@ -432,22 +439,19 @@ void bind_gemm_rs(py::module_& m) {
       .def_readonly("world_size", &Layout::world_size)
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
-      .def("tile_offset", &tile_offset, py::arg("slot"), py::arg("m_tile"), py::arg("n_tile"))
-      .def("signal_index", &signal_index, py::arg("m_tile"), py::arg("n_tile"), py::arg("half"),
+      .def_static("slot_index", &checked_slot_index, "src"_a, "owner"_a)
+      .def("tile_offset", &tile_offset, "slot"_a, "m_tile"_a, "n_tile"_a)
+      .def("signal_index", &signal_index, "m_tile"_a, "n_tile"_a, "half"_a,
            "Word within the region of a slot; each half of a tile (64 rows) has its own.");
-  m.def("gemm_rs_layout", &gemm_rs_layout, py::arg("m"), py::arg("n"), py::arg("world_size"),
-        py::arg("config"));
-  m.def("gemm_rs_tiles", &gemm_rs_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
-        py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("copied") = false,
-        py::arg("idle") = false,
+  m.def("gemm_rs_layout", &gemm_rs_layout, "m"_a, "n"_a, "world_size"_a, "config"_a);
+  m.def("gemm_rs_tiles", &gemm_rs_tiles, "m"_a, "n"_a, "world_size"_a, "rank"_a, "config"_a, "cluster"_a,
+        "group_m"_a, "copied"_a = false, "idle"_a = false,
         "[(owner, m_tile, n_tile)] in the order in which `rank` computes them. idle: also None for each CTA "
-        "of a "
-        "cluster without a tile.");
-  m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"),
+        "of a cluster without a tile.");
+  m.def("gemm_rs_chunks", &gemm_rs_chunks, "count"_a, "tiles"_a,
         "How copy engines divide the tiles of a slot: [(first, size)] of the chunks, [chunk] of the tiles.");
-  m.def("gemm_rs_copy_chunks", &copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("world_size"),
-        py::arg("operand_bytes") = 2, "Chunks that copy engines send each peer; 0: storers send.");
+  m.def("gemm_rs_copy_chunks", &copy_chunks, "m"_a, "n"_a, "k"_a, "world_size"_a, "operand_bytes"_a = 2,
+        "Chunks that copy engines send each peer; 0: storers send.");
 }
 
 void bind_ag_gemm(py::module_& m) {
@@ -456,22 +460,52 @@ void bind_ag_gemm(py::module_& m) {
       .def_readonly("rows", &Layout::rows, "Of one shard.")
       .def_readonly("row_bytes", &Layout::row_bytes)
       .def_readonly("scale_columns", &Layout::scale_columns, "Scales of each row.")
-      .def("scale_offset", &scale_offset, py::arg("slot"),
-           "Of the scales of a slot: [scale_columns][rows], padded.")
+      .def("scale_offset", &scale_offset, "slot"_a, "Of the scales of a slot: [scale_columns][rows], padded.")
       .def_property_readonly("row_blocks", &Layout::row_blocks, "Of a shard; each has a signal.")
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
-      .def("offset", &row_offset, py::arg("slot"), py::arg("row"))
-      .def("piece", &piece_of_rows, py::arg("size"), py::arg("peers"), py::arg("index"),
+      .def_static("slot_index", &checked_slot_index, "src"_a, "owner"_a)
+      .def("offset", &row_offset, "slot"_a, "row"_a)
+      .def("piece", &piece_of_rows, "size"_a, "peers"_a, "index"_a,
            "(peer, block, offset, bytes) of what a CTA copies at a time, or None beyond the last piece.");
-  m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"),
-        py::arg("scale_columns") = 0,
+  m.def("ag_gemm_layout", &ag_gemm_layout, "m"_a, "k"_a, "world_size"_a, "scale_columns"_a = 0,
         "scale_columns: fp32 scales of each row, which travel behind it, of fp8 rows; 0: rows of 2-byte "
         "elements.");
-  m.def("ag_gemm_tiles", &ag_gemm_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
-        py::arg("config"), py::arg("cluster"), py::arg("group_m"),
+  m.def("ag_gemm_tiles", &ag_gemm_tiles, "m"_a, "n"_a, "world_size"_a, "rank"_a, "config"_a, "cluster"_a,
+        "group_m"_a,
         "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
+}
+
+void bind_exchange(py::module_& m) {
+  py::enum_<Exchange::Mode>(m, "ExchangeMode", "How ranks sum what each of them has.")
+      .value("ONE_SHOT", Exchange::Mode::kOneShot)
+      .value("TWO_SHOT", Exchange::Mode::kTwoShot)
+      .value("SCATTER", Exchange::Mode::kScatter);
+  py::class_<Exchange>(m, "Exchange", "Where the vectors of a matrix [m, n] go that ranks sum.")
+      .def_readonly("m", &Exchange::m)
+      .def_readonly("n", &Exchange::n)
+      .def_readonly("world_size", &Exchange::world_size)
+      .def_readonly("mode", &Exchange::mode)
+      .def_readonly("shard", &Exchange::shard, "Columns (two-shot) or rows (scatter) of an owner, else 0.")
+      .def_property_readonly("slot_rows", &Exchange::slot_rows, "Of what one source sends one owner.")
+      .def_property_readonly("slot_columns", &Exchange::slot_columns)
+      .def_property_readonly("contribution_bytes", &Exchange::contribution_bytes)
+      .def_property_readonly("bytes", &Exchange::bytes,
+                             "Of the exchange area of a rank, for 2-byte elements.")
+      .def("first_row", &of_rank<Exchange, &Exchange::first_row>, "rank"_a)
+      .def("first_column", &of_rank<Exchange, &Exchange::first_column>, "rank"_a)
+      .def("columns_of", &of_rank<Exchange, &Exchange::columns_of>, "rank"_a, "Columns that a rank sums.")
+      .def("contribution", &contribution, "source"_a, "owner"_a, "row"_a, "column"_a,
+           "Byte offset in the owner's area.")
+      .def("result", &result, "row"_a, "column"_a,
+           "Byte offset, in every rank's area, of a sum that its owner sends.");
+  m.def("exchange", &exchange<runtime::make_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a);
+  m.def("row_exchange", &exchange<runtime::make_row_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a,
+        "Of the same matrix as one row, of which two-shot owners get whole rows of the matrix.");
+  m.def("int8_scatter_bytes", &int8_scatter_bytes, "rows"_a, "n"_a, "world_size"_a,
+        "Of the exchange area of a rank that sums `rows` rows whose contributions travel as int8.");
+  m.def("all_reduce_mode", &all_reduce_mode, "m"_a, "n"_a, "world_size"_a,
+        "One-shot or two-shot, whichever should be done sooner.");
 }
 
 }  // namespace

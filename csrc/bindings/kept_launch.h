@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include <initializer_list>
+#include <array>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -31,13 +31,19 @@ inline void* address_of(const std::optional<torch::stable::Tensor>& tensor) {
   return tensor.has_value() ? tensor->data_ptr() : nullptr;
 }
 
+// The addresses of tensors, in their order.
+template <class... Tensors>
+std::array<void*, sizeof...(Tensors)> addresses_of(const Tensors&... tensors) {
+  return {address_of(tensors)...};
+}
+
 // Enqueues a launch on the current stream of a tensor's device, or keeps it. launch(addresses, copy_epoch, stream) takes
 // nothing but sizes and options from elsewhere.
-template <class Launch>
-void enqueue(const torch::stable::Tensor& on, Addresses at, int64_t copy_epoch, Launch launch) {
+template <class All, class Launch>
+void enqueue(const torch::stable::Tensor& on, const All& at, int64_t copy_epoch, Launch launch) {
   if (keeper == nullptr) {
     const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
-    launch(at, static_cast<uint32_t>(copy_epoch), current_stream(on));
+    launch(at.data(), static_cast<uint32_t>(copy_epoch), current_stream(on));
     return;
   }
   struct Kept final : KeptLaunch {
@@ -50,10 +56,12 @@ void enqueue(const torch::stable::Tensor& on, Addresses at, int64_t copy_epoch, 
   keeper->push_back(std::make_unique<Kept>(std::move(launch)));
 }
 
-template <class Launch>
-void enqueue(const torch::stable::Tensor& on, std::initializer_list<void*> at, int64_t copy_epoch,
-             Launch launch) {
-  enqueue(on, at.begin(), copy_epoch, std::move(launch));
+// The same for launch(addresses, stream), which uses no copy engine.
+template <class All, class Launch>
+void enqueue(const torch::stable::Tensor& on, const All& at, Launch launch) {
+  enqueue(on, at, 0, [launch = std::move(launch)](Addresses a, uint32_t, cudaStream_t stream) mutable {
+    launch(a, stream);
+  });
 }
 
 }  // namespace flux::bindings

@@ -1,5 +1,5 @@
-// Calls that are known: of shapes, strides, dtypes and options that a call before had. What that call checked, planned
-// and prepared in Python holds for them, so they are enqueued from here.
+// The turns in which host threads make calls; and calls that are known: of shapes, strides, dtypes and options that a
+// call before had. What that call checked, planned and prepared in Python holds for them, so they are enqueued from here.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -21,8 +21,28 @@
 #include "runtime/symm_buffer.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace flux::bindings {
+
+template <bool kHolds>
+PyObject* CallTurn::call(PyObject* const* args, Py_ssize_t count) {
+  if (count == 0) throw py::type_error("expected a function, and its arguments");
+  acquire(turn_);
+  if (turn_.depth() == 1) open_ = false;
+  PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
+  if (result != nullptr) {
+    leave();
+    return result;
+  }
+  const py::error_already_set error;
+  const bool own = !kHolds || !error.matches(PyExc_Exception);  // an interrupt is no Exception
+  const bool breaks = open_ && own && !error.matches(refusals_);
+  const std::string name = breaks ? error.type().attr("__name__").cast<std::string>() : "";
+  leave(breaks ? name.c_str() : nullptr);
+  throw error;
+}
+
 namespace {
 
 using runtime::LaunchTable;
@@ -138,6 +158,9 @@ class KnownCalls {
     }
     return all;
   }
+
+  PyObject* call_directly(PyObject* const* given, Py_ssize_t count) { return call(given, count, true); }
+  PyObject* call_below(PyObject* const* given, Py_ssize_t count) { return call(given, count, false); }
 
   // Makes a call known. Takes over the launches.
   bool remember(const py::tuple& given, const std::vector<std::optional<FreshTuple>>& fresh,
@@ -371,28 +394,53 @@ class KnownCalls {
   std::unordered_multimap<size_t, std::shared_ptr<KnownCall>> calls_;
 };
 
-template <bool kDirect>
-PyObject* call_known(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  try {
-    return py::handle(self).cast<KnownCalls&>().call(args, count, kDirect);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-template <bool kDirect>
-void add_call(py::class_<KnownCalls>& type, const char* name, const char* doc) {
-  static PyMethodDef method = {
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_known<kDirect>)), METH_FASTCALL,
-      doc};
-  type.attr(name) = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
-}
-
 }  // namespace
+
+void bind_turn(py::module_& m) {
+  py::class_<CallTurn> type(m, "CallTurn",
+                            "The calls of a process on one group: one after the other, in order of arrival.");
+  // Lambdas that take a reference, because a member function would accept None as a null pointer.
+  type.def(py::init<py::object>(), "refusals"_a,
+           "refusals: types of exceptions that all ranks raise together, which break nothing off.")
+      .def(
+          "open", [](CallTurn& self) { self.open(); },
+          "From here to its end, an exception breaks the call off: peers may have seen a part of it.")
+      .def(
+          "close", [](CallTurn& self) { self.close(); },
+          "Until it is opened again, no exception breaks the call off: peers wait for nothing more.")
+      .def_property_readonly("broken_by", &CallTurn::broken_by,
+                             "Name of the exception that broke a call off, or None.")
+      .def("forget", [](CallTurn& self) { self.forget(); }, "Forgets what broke a call off.");
+  add_method<CallTurn, &CallTurn::call<false>>(
+      type, "call",
+      "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made "
+      "of others.");
+  add_method<CallTurn, &CallTurn::call<true>>(
+      type, "hold",
+      "hold(fn, *args)\n--\n\nAs call, for a call and what comes after it: of that, only an "
+      "interrupt breaks the call off.");
+
+  py::class_<LaunchOrder>(m, "LaunchOrder",
+                          "The order of the calls of all groups on one device: a fair lock for the "
+                          "thread that launches, and where the last call went.")
+      .def(py::init<>())
+      .def(
+          "acquire", [](LaunchOrder& self) { acquire(self.turn); },
+          "Waits until no other thread launches. May be called again by the thread that does.")
+      .def(
+          "release",
+          [](LaunchOrder& self) {
+            if (self.turn.depth() == 0) throw py::value_error("release: expected a lock that is held");
+            self.turn.release();
+          },
+          "Ends what acquire began.")
+      .def_readwrite("stream", &LaunchOrder::stream, "Raw stream of the last call, or None.")
+      .def(
+          "lasts", [](LaunchOrder& self, uint64_t stream) { self.lasting.insert(stream); },
+          "A raw stream that nobody destroys: known calls may follow the last call there.")
+      .def_readwrite("event", &LaunchOrder::event,
+                     "What to wait for before the next call, or None: the last call's stream.");
+}
 
 void bind_known_calls(py::module_& m) {
   m.attr("ABSENT_OPERAND") = kAbsent;
@@ -400,9 +448,8 @@ void bind_known_calls(py::module_& m) {
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
       .def(py::init<py::object, py::list, py::object, py::object, std::vector<py::object>, py::object,
                     py::object, py::object, py::dict>(),
-           py::arg("exchange_api"), py::arg("types"), py::arg("dtype"), py::arg("view"), py::arg("states"),
-           py::arg("grad_enabled"), py::arg("profiler_enabled"), py::arg("increment_version"),
-           py::arg("forward_ad"),
+           "exchange_api"_a, "types"_a, "dtype"_a, "view"_a, "states"_a, "grad_enabled"_a,
+           "profiler_enabled"_a, "increment_version"_a, "forward_ad"_a,
            "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. view: "
            "makes "
            "a tensor in the memory of another one, from that, sizes, strides and offset; or None. states: "
@@ -410,13 +457,12 @@ void bind_known_calls(py::module_& m) {
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t, py::str>(),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::arg("torch"),
-           py::arg("table"), py::arg("turn"), py::arg("order"), py::arg("addr"), py::arg("group_name"))
+           py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), "torch"_a, "table"_a,
+           "turn"_a, "order"_a, "addr"_a, "group_name"_a)
       .def_readonly("group_name", &KnownCalls::group_name)
       .def(
-          "remember", &KnownCalls::remember, py::arg("given"), py::arg("fresh"), py::arg("launches"),
-          py::arg("results"), py::arg("one_result"), py::arg("block") = py::none(),
-          py::arg("follows") = py::none(),
+          "remember", &KnownCalls::remember, "given"_a, "fresh"_a, "launches"_a, "results"_a, "one_result"_a,
+          "block"_a = py::none(), "follows"_a = py::none(),
           "Makes a call known. fresh: (shape, strides or None, argument it is like, dtype or None, (strides, "
           "offset in elements) in the block or None) of tensors to allocate. launches: (handle, operands, "
           "number of their call by copy engines or 0, None or a function to call instead), taken over. "
@@ -434,10 +480,10 @@ void bind_known_calls(py::module_& m) {
       .def("__len__", [](const KnownCalls& self) { return self.size(); })
       .def_readwrite("copy_epoch", &KnownCalls::copy_epoch)
       .def_readwrite("paused", &KnownCalls::paused, "Whether all calls take the long way for now.");
-  add_call<true>(type, "call",
-                 "call(*args)\n--\n\nThe results of a known call, or None: then make it in another way.");
-  add_call<false>(type, "call_below",
-                  "call_below(*args)\n--\n\nAs call, below torch's dispatcher and autograd.");
+  add_method<KnownCalls, &KnownCalls::call_directly>(
+      type, "call", "call(*args)\n--\n\nThe results of a known call, or None: then make it in another way.");
+  add_method<KnownCalls, &KnownCalls::call_below>(
+      type, "call_below", "call_below(*args)\n--\n\nAs call, below torch's dispatcher and autograd.");
 }
 
 }  // namespace flux::bindings

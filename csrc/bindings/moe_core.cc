@@ -15,6 +15,7 @@
 #include "moe/tile_choice.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace flux::bindings {
 namespace {
@@ -24,7 +25,7 @@ constexpr int kMaxChoices = (1 << 30) - 1;  // maximum number of choices of all 
 
 moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, int top_k, int max_tokens) {
   check_world_size(world_size);
-  check_rank("rank", rank, world_size);
+  check_index("rank", rank, world_size);
   check_range("ep_size", ep_size, 1, world_size);
   if (world_size % ep_size != 0) {
     throw py::value_error("ep_size: expected a divisor of world_size " + std::to_string(world_size) +
@@ -43,13 +44,13 @@ moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, 
 }
 
 int checked_max_tiles(const moe::Layout& self, int block_m) {
-  check_range("block_m", block_m, 1, kMaxExtent);
+  check_extent("block_m", block_m);
   return self.max_tiles(block_m);
 }
 
 int blocks_of(int slot_rows, int block_rows) {
   check_range("slot_rows", slot_rows, 0, kMaxExtent);
-  check_range("block_rows", block_rows, 1, kMaxExtent);
+  check_extent("block_rows", block_rows);
   return moe::Layout::blocks_of(slot_rows, block_rows);
 }
 
@@ -59,8 +60,8 @@ int block_rows(int max_tokens) {
 }
 
 int send_signal(const moe::SendOrder& self, int share, int part) {
-  check_range("share", share, 0, self.shares - 1);
-  check_range("part", part, 0, self.parts - 1);
+  check_index("share", share, self.shares);
+  check_index("part", part, self.parts);
   return self.signal(share, part);
 }
 
@@ -72,7 +73,7 @@ T* pointer(const char* what, uint64_t address, bool empty) {
 
 // `arrays`: addresses in the order of RoutingArrays.
 void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vector<uint64_t>& arrays) {
-  check_range("block_m", block_m, 1, kMaxExtent);
+  check_extent("block_m", block_m);
   check_range("len(arrays)", static_cast<int64_t>(arrays.size()), moe::kRoutingArrays, moe::kRoutingArrays);
   const bool empty = layout.max_tokens == 0;
   const moe::RoutingArrays out = moe::routing_arrays(
@@ -101,8 +102,8 @@ std::vector<std::tuple<int, int, int>> tiles(uint64_t address, int num_entries, 
 }
 
 std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
-  check_range("n", n, 1, kMaxExtent);
-  check_range("block_n", block_n, 1, kMaxExtent);
+  check_extent("n", n);
+  check_extent("block_n", block_n);
   const moe::ColumnChunks chunks = moe::make_chunks(n, block_n);
   std::vector<std::tuple<int, int>> all;
   for (int chunk = 0; chunk < chunks.count(); ++chunk) {
@@ -125,41 +126,36 @@ std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
 
 std::vector<std::tuple<int, int, int>> comm_units(int world_size, int rank, int blocks, int chunks) {
   check_world_size(world_size);
-  check_rank("rank", rank, world_size);
+  check_index("rank", rank, world_size);
   check_range("blocks", blocks, 1, kMaxListed);
   check_range("chunks", chunks, 1, kMaxListed);
   check_range("units", static_cast<int64_t>(blocks) * chunks * world_size, 1, kMaxListed);
   return units_of(moe::CommOrder{world_size, rank, blocks, chunks});
 }
 
-int choose_tile(int64_t num_rows, int experts, int n, int k, int num_sms, int operand_bytes) {
-  check_range("operand_bytes", operand_bytes, 1, 2);
-  check_range("num_rows", num_rows, 0, kMaxChoices);
+void check_grouped(int experts, int n, int k, int operand_bytes) {
   check_range("experts", experts, 1, kMaxExperts);
-  check_range("n", n, 1, kMaxExtent);
-  check_range("k", k, 1, kMaxExtent);
+  check_extent("n", n);
+  check_extent("k", k);
+  check_range("operand_bytes", operand_bytes, 1, 2);
+}
+
+int choose_tile(int64_t num_rows, int experts, int n, int k, int num_sms, int operand_bytes) {
+  check_grouped(experts, n, k, operand_bytes);
+  check_range("num_rows", num_rows, 0, kMaxChoices);
   check_range("num_sms", num_sms, 1, kMaxSms);
   return moe::choose_grouped_config(num_rows, experts, n, k, num_sms, operand_bytes);
 }
 
 int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k, int world_size,
                        int num_sms, int operand_bytes) {
-  check_range("operand_bytes", operand_bytes, 1, 2);
+  check_grouped(experts, n, k, operand_bytes);
   check_range("expected_rows", expected_rows, 0, kMaxChoices);
   check_range("own_tokens", own_tokens, 0, kMaxChoices);
-  check_range("experts", experts, 1, kMaxExperts);
-  check_range("n", n, 1, kMaxExtent);
-  check_range("k", k, 1, kMaxExtent);
   check_world_size(world_size);
   check_range("num_sms", num_sms, 0, kMaxSms);  // CPUs have none
   return moe::communication_ctas(expected_rows, own_tokens, experts, n, k, world_size, num_sms,
                                  operand_bytes);
-}
-
-int slot_row_bytes(int k, int scale_columns) {
-  check_range("k", k, 1, kMaxExtent);
-  check_range("scale_columns", scale_columns, 1, kMaxExtent / gemm::kScaleBlock);
-  return moe::slot_row_bytes(k, scale_columns);
 }
 
 }  // namespace
@@ -168,8 +164,8 @@ void bind_moe(py::module_& m) {
   using moe::Layout;
   m.attr("MOE_MAX_TOP_K") = moe::kMaxTopK;
   py::class_<Layout>(m, "MoeLayout", "How tokens and experts are distributed over the ranks of a group.")
-      .def(py::init(&make_layout), py::arg("world_size"), py::arg("rank"), py::arg("ep_size"),
-           py::arg("num_experts"), py::arg("top_k"), py::arg("max_tokens"))
+      .def(py::init(&make_layout), "world_size"_a, "rank"_a, "ep_size"_a, "num_experts"_a, "top_k"_a,
+           "max_tokens"_a)
       .def_readonly("world_size", &Layout::world_size)
       .def_readonly("rank", &Layout::rank)
       .def_readonly("ep_size", &Layout::ep_size)
@@ -179,7 +175,7 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("local_experts", &Layout::local_experts)
       .def_property_readonly("max_rows", &Layout::max_rows)
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
-      .def("route_fits", &moe::route_fits, py::arg("num_sms"),
+      .def("route_fits", &moe::route_fits, "num_sms"_a,
            "Whether they leave enough SMs to kernels of others that wait for peers, such as NCCL's.")
       .def_property_readonly(
           "max_route_experts",
@@ -187,16 +183,16 @@ void bind_moe(py::module_& m) {
           "Experts on a rank that the routing kernel can count.")
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
-      .def("max_tiles", &checked_max_tiles, py::arg("block_m"))
-      .def("slice_of", &of_rank<Layout, &Layout::slice_of>, py::arg("rank"))
-      .def("step_of", &of_rank<Layout, &Layout::step_of>, py::arg("source"))
-      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
-      .def_static("blocks_of", &blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
+      .def("max_tiles", &checked_max_tiles, "block_m"_a)
+      .def("slice_of", &of_rank<Layout, &Layout::slice_of>, "rank"_a)
+      .def("step_of", &of_rank<Layout, &Layout::step_of>, "source"_a)
+      .def_static("slot_index", &checked_slot_index, "src"_a, "owner"_a)
+      .def_static("blocks_of", &blocks_of, "slot_rows"_a, "block_rows"_a,
                   "Blocks of that many slot rows in layer 1, each with a signal.")
-      .def_static("block_rows", &block_rows, py::arg("max_tokens"), "Slot rows of such a block.");
+      .def_static("block_rows", &block_rows, "max_tokens"_a, "Slot rows of such a block.");
   using moe::SendOrder;
   py::class_<SendOrder>(m, "MoeSendOrder", "The order in which the tokens of a rank travel in layer 0.")
-      .def(py::init(&moe::make_send_order), py::arg("layout"))
+      .def(py::init(&moe::make_send_order), "layout"_a)
       .def_readonly("parts", &SendOrder::parts)
       .def_readonly("part_tokens", &SendOrder::part_tokens,
                     "Neighbours of which those of a share leave together.")
@@ -208,26 +204,24 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("early_experts", &SendOrder::early_experts,
                              "Those whose tiles of own tokens are computed first.")
       .def_property_readonly("signals", &SendOrder::signals)
-      .def("signal", &send_signal, py::arg("share"), py::arg("part"));
+      .def("signal", &send_signal, "share"_a, "part"_a);
   m.def(
-      "moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
+      "moe_route", &route, "layout"_a, "block_m"_a, "ids"_a, "arrays"_a,
       "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens. Addresses "
       "are trusted: the arrays must have the sizes that the layout says.");
   m.def(
-      "moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),
+      "moe_tiles", &tiles, "entries"_a, "num_entries"_a, "n_tiles"_a,
       "[(expert, m_tile, n_tile)] in the order in which they are computed. The address is trusted, what lies "
       "there is not.");
-  m.def("moe_column_chunks", &column_chunks, py::arg("n"), py::arg("block_n"),
+  m.def("moe_column_chunks", &column_chunks, "n"_a, "block_n"_a,
         "[(first n_tile, number of n_tiles)] of layer 1.");
-  m.def("moe_tile", &choose_tile, py::arg("num_rows"), py::arg("experts"), py::arg("n"), py::arg("k"),
-        py::arg("num_sms"), py::arg("operand_bytes") = 2, "Id of the tile shape of a grouped GEMM.");
-  m.def("moe_slot_row_bytes", &slot_row_bytes, py::arg("k"), py::arg("scale_columns"),
-        "Of a token of fp8 in a slot of layer 0, with its scales behind it.");
-  m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),
-        py::arg("chunks"), "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
-  m.def("moe_communication_ctas", &communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),
-        py::arg("experts"), py::arg("n"), py::arg("k"), py::arg("world_size"), py::arg("num_sms"),
-        py::arg("operand_bytes") = 2, "How many CTAs of layer 1 begin with communication.");
+  m.def("moe_tile", &choose_tile, "num_rows"_a, "experts"_a, "n"_a, "k"_a, "num_sms"_a, "operand_bytes"_a = 2,
+        "Id of the tile shape of a grouped GEMM.");
+  m.def("moe_comm_units", &comm_units, "world_size"_a, "rank"_a, "blocks"_a, "chunks"_a,
+        "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
+  m.def("moe_communication_ctas", &communication_ctas, "expected_rows"_a, "own_tokens"_a, "experts"_a, "n"_a,
+        "k"_a, "world_size"_a, "num_sms"_a, "operand_bytes"_a = 2,
+        "How many CTAs of layer 1 begin with communication.");
 }
 
 }  // namespace flux::bindings

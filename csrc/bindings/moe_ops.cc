@@ -17,18 +17,20 @@ namespace {
 using torch::stable::Tensor;
 
 int32_t* words(void* address) { return static_cast<int32_t*>(address); }
+float* floats(void* address) { return static_cast<float*>(address); }
 
 moe::RoutingArrays routing_arrays(Addresses a) {
   return moe::routing_arrays([&](int i) { return a[i]; });
 }
 
 // The addresses of two tensors, of the arrays of a routing, and of further tensors.
+template <class Others>
 std::vector<void*> addresses(const Tensor& first, const Tensor& second, const std::vector<Tensor>& arrays,
-                             std::initializer_list<void*> others) {
+                             const Others& others) {
   FLUX_CHECK(arrays.size() == moe::kRoutingArrays, arrays.size());
   std::vector<void*> all = {first.data_ptr(), second.data_ptr()};
   for (const Tensor& array : arrays) all.push_back(array.data_ptr());
-  all.insert(all.end(), others);
+  all.insert(all.end(), others.begin(), others.end());
   return all;
 }
 constexpr int kAfterArrays = 2 + moe::kRoutingArrays;
@@ -47,14 +49,13 @@ void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all
   FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
   FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
-  const auto tensors = addresses(ids, weights, arrays, {address_of(all_weights), address_of(scratch)});
-  enqueue(ids, tensors.data(), 0,
+  const auto tensors = addresses(ids, weights, arrays, addresses_of(all_weights, scratch));
+  enqueue(ids, tensors,
           [layout, symm = symm_buffer != 0 ? &symm_buffer_at(symm_buffer) : nullptr,
            wide = ids.element_size() == sizeof(int64_t), tokens = static_cast<int>(ids.size(0)),
-           block_m = static_cast<int>(block_m)](Addresses a, uint32_t, cudaStream_t stream) {
-            moe::route(layout, block_m, {a[0], wide, static_cast<const float*>(a[1]), tokens}, symm,
-                       routing_arrays(a + 2), static_cast<float*>(a[kAfterArrays]),
-                       words(a[kAfterArrays + 1]), stream);
+           block_m = static_cast<int>(block_m)](Addresses a, cudaStream_t stream) {
+            moe::route(layout, block_m, {a[0], wide, floats(a[1]), tokens}, symm, routing_arrays(a + 2),
+                       floats(a[kAfterArrays]), words(a[kAfterArrays + 1]), stream);
           });
 }
 
@@ -65,11 +66,11 @@ void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
   FLUX_CHECK(weights.numel() == positions.numel(), weights.numel(), positions.numel());
   const int64_t tokens = positions.numel() / top_k;
   FLUX_CHECK(out.numel() == tokens * n, out.numel(), tokens, n);
-  enqueue(products, {address_of(products), address_of(positions), address_of(weights), address_of(out)}, 0,
+  enqueue(products, addresses_of(products, positions, weights, out),
           [rows = products.size(0), stride = products.stride(0), n, tokens, top_k = static_cast<int>(top_k),
-           dtype = dtype_of(products)](Addresses a, uint32_t, cudaStream_t stream) {
-            moe::combine({a[0], rows, n, stride}, dtype, words(a[1]), static_cast<const float*>(a[2]), tokens,
-                         top_k, a[3], stream);
+           dtype = dtype_of(products)](Addresses a, cudaStream_t stream) {
+            moe::combine({a[0], rows, n, stride}, dtype, words(a[1]), floats(a[2]), tokens, top_k, a[3],
+                         stream);
           });
 }
 
@@ -93,10 +94,9 @@ runtime::Matrix matrix(const void* data, const moe::ExpertRows& rows, int64_t co
 void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, std::optional<Tensor> scores, Tensor out) {
   FLUX_CHECK(x.dim() == 2 && x.size(1) == out.size(1) && tokens.numel() == out.size(0), x.dim(), x.size(1),
              tokens.numel());
-  enqueue(x, {address_of(x), address_of(tokens), address_of(offsets), address_of(scores), address_of(out)}, 0,
-          [rows = expert_rows(out), ends = offsets.numel()](Addresses a, uint32_t, cudaStream_t stream) {
-            moe::gather_rows(up_to(a[2], ends, rows), a[0], words(a[1]), static_cast<const float*>(a[3]),
-                             a[4], stream);
+  enqueue(x, addresses_of(x, tokens, offsets, scores, out),
+          [rows = expert_rows(out), ends = offsets.numel()](Addresses a, cudaStream_t stream) {
+            moe::gather_rows(up_to(a[2], ends, rows), a[0], words(a[1]), floats(a[3]), a[4], stream);
           });
 }
 
@@ -106,20 +106,18 @@ void finish_rows_op(Tensor rows, Tensor offsets, std::optional<Tensor> scores, s
   FLUX_CHECK(x.has_value() == dots.has_value(), x.has_value());
   if (x.has_value())
     FLUX_CHECK(x->numel() == rows.numel() && dots->numel() == rows.size(0), x->numel(), dots->numel());
-  enqueue(rows, {address_of(rows), address_of(offsets), address_of(scores), address_of(x), address_of(dots)},
-          0,
-          [extent = expert_rows(rows), ends = offsets.numel()](Addresses a, uint32_t, cudaStream_t stream) {
-            moe::finish_rows(up_to(a[1], ends, extent), a[0], static_cast<const float*>(a[2]), a[3],
-                             static_cast<float*>(a[4]), stream);
+  enqueue(rows, addresses_of(rows, offsets, scores, x, dots),
+          [extent = expert_rows(rows), ends = offsets.numel()](Addresses a, cudaStream_t stream) {
+            moe::finish_rows(up_to(a[1], ends, extent), a[0], floats(a[2]), a[3], floats(a[4]), stream);
           });
 }
 
 // product [rows, n], out [rows, n], or n / 2 for swiglu.
 void activate_rows_op(Tensor product, Tensor offsets, int64_t activation, Tensor out) {
   FLUX_CHECK(product.dim() == 2 && product.size(0) == out.size(0), product.dim(), out.size(0));
-  enqueue(product, {address_of(product), address_of(offsets), address_of(out)}, 0,
+  enqueue(product, addresses_of(product, offsets, out),
           [rows = expert_rows(out), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
             moe::activate_rows(up_to(a[1], ends, rows), activation, matrix(a[0], rows, columns), a[2],
                                stream);
           });
@@ -129,9 +127,9 @@ void activate_rows_op(Tensor product, Tensor offsets, int64_t activation, Tensor
 void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int64_t activation, Tensor out) {
   FLUX_CHECK(product.dim() == 2 && product.size(0) == grad.size(0), product.dim(), grad.size(0));
   FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
-  enqueue(grad, {address_of(grad), address_of(product), address_of(offsets), address_of(out)}, 0,
+  enqueue(grad, addresses_of(grad, product, offsets, out),
           [rows = expert_rows(grad), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
             moe::activation_grad(up_to(a[2], ends, rows), activation, a[0], matrix(a[1], rows, columns), a[3],
                                  stream);
           });
@@ -143,14 +141,11 @@ void finish_activation_op(Tensor rows, Tensor product, Tensor offsets, Tensor sc
   FLUX_CHECK(product.dim() == 2 && product.size(0) == rows.size(0), product.dim(), rows.size(0));
   FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
   FLUX_CHECK(scores.numel() == rows.size(0) && dots.numel() == rows.size(0), scores.numel(), dots.numel());
-  enqueue(rows,
-          {address_of(rows), address_of(product), address_of(offsets), address_of(scores), address_of(out),
-           address_of(dots)},
-          0,
+  enqueue(rows, addresses_of(rows, product, offsets, scores, out, dots),
           [extent = expert_rows(rows), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
             moe::finish_activation(up_to(a[2], ends, extent), activation, a[0], matrix(a[1], extent, columns),
-                                   static_cast<const float*>(a[3]), a[4], static_cast<float*>(a[5]), stream);
+                                   floats(a[3]), a[4], floats(a[5]), stream);
           });
 }
 
@@ -192,8 +187,8 @@ moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe:
   args.x.data = x;
   args.weight.first.data = weight;
   args.out = out;
-  args.scales.x = static_cast<const float*>(scales[0]);
-  args.scales.weight = static_cast<const float*>(scales[1]);
+  args.scales.x = floats(scales[0]);
+  args.scales.weight = floats(scales[1]);
   return args;
 }
 
@@ -214,10 +209,8 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
   FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts()), schedule.numel());
-  enqueue(x,
-          {address_of(x), address_of(weight), address_of(offsets), address_of(rows), address_of(out),
-           address_of(schedule), address_of(scale_x), address_of(scale_w)},
-          0, [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
+  enqueue(x, addresses_of(x, weight, offsets, rows, out, schedule, scale_x, scale_w),
+          [args](Addresses a, cudaStream_t stream) mutable {
             args.offsets = words(a[2]);
             args.rows = words(a[3]);
             args.schedule = words(a[5]);
@@ -239,14 +232,13 @@ void grouped_wgrad_op(Tensor grad, Tensor x, Tensor offsets, Tensor out, int64_t
   args.choice = static_cast<int>(choice);
   args.num_sms = static_cast<int>(num_sms);
   FLUX_CHECK(offsets.numel() == args.out.count + 1, offsets.numel(), args.out.count);
-  enqueue(x, {address_of(grad), address_of(x), address_of(offsets), address_of(out)}, 0,
-          [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
-            args.grad.data = a[0];
-            args.x.data = a[1];
-            args.offsets = words(a[2]);
-            args.out.first.data = a[3];
-            moe::grouped_wgrad(args, stream);
-          });
+  enqueue(x, addresses_of(grad, x, offsets, out), [args](Addresses a, cudaStream_t stream) mutable {
+    args.grad.data = a[0];
+    args.x.data = a[1];
+    args.offsets = words(a[2]);
+    args.out.first.data = a[3];
+    moe::grouped_wgrad(args, stream);
+  });
 }
 
 // x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2].
@@ -258,9 +250,8 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
-  const auto tensors =
-      addresses(x, weight, arrays, {address_of(out), address_of(scale_x), address_of(scale_w)});
-  enqueue(x, tensors.data(), 0, [args, layout, &symm](Addresses a, uint32_t, cudaStream_t stream) {
+  const auto tensors = addresses(x, weight, arrays, addresses_of(out, scale_x, scale_w));
+  enqueue(x, tensors, [args, layout, &symm](Addresses a, cudaStream_t stream) {
     moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], a + kAfterArrays + 1, args), layout,
                          routing_arrays(a + 2), symm, stream);
   });
@@ -274,15 +265,12 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const auto tensors = addresses(
-      x, weight, arrays,
-      {address_of(weights), address_of(products), address_of(out), address_of(scale_x), address_of(scale_w)});
-  enqueue(x, tensors.data(), 0,
+  const auto tensors = addresses(x, weight, arrays, addresses_of(weights, products, out, scale_x, scale_w));
+  enqueue(x, tensors,
           [args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast), layout, &symm,
            tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
-           communication_ctas = static_cast<int>(communication_ctas)](Addresses a, uint32_t,
-                                                                      cudaStream_t stream) {
-            const moe::CombineArgs combine = {.weights = static_cast<const float*>(a[kAfterArrays]),
+           communication_ctas = static_cast<int>(communication_ctas)](Addresses a, cudaStream_t stream) {
+            const moe::CombineArgs combine = {.weights = floats(a[kAfterArrays]),
                                               .out = a[kAfterArrays + 2],
                                               .num_tokens = tokens,
                                               .tiles_per_chunk = tiles_per_chunk,

@@ -45,7 +45,8 @@ runtime::Matrix words(const Tensor& tensor) {
 
 gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                          const Tensor& out, bool transpose_weight, int64_t config, int64_t num_sms,
-                         const gemm::Scales& scales) {
+                         const std::optional<Tensor>& scale_x, const std::optional<Tensor>& scale_w,
+                         bool fast) {
   gemm::GemmArgs args;
   args.x = matrix(x);
   args.weight = matrix(weight);
@@ -55,7 +56,7 @@ gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optio
   args.dtype = dtype_of(out);
   args.config = static_cast<int>(config);
   args.num_sms = static_cast<int>(num_sms);
-  args.scales = scales;
+  args.scales = scales_of(x, scale_x, scale_w, fast);
   return args;
 }
 
@@ -78,26 +79,20 @@ runtime::Matrix at(void* address, runtime::Matrix matrix) {
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
              int64_t config, int64_t num_sms, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w,
              bool fast, bool weight_is_constant, bool swiglu) {
-  gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                                  scales_of(x, scale_x, scale_w, fast));
+  gemm::GemmArgs args =
+      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
   args.weight_is_constant = weight_is_constant;
   args.swiglu = swiglu;
-  enqueue(x,
-          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(scale_x),
-           address_of(scale_w)},
-          0, [args](Addresses a, uint32_t, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
+  enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w),
+          [args](Addresses a, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
 }
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
                 std::optional<Tensor> staging, bool rounds_own, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast) {
-  enqueue(x,
-          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(staging),
-           address_of(scale_x), address_of(scale_w)},
-          copy_epoch,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                            scales_of(x, scale_x, scale_w, fast)),
+  enqueue(x, addresses_of(x, weight, bias, out, staging, scale_x, scale_w), copy_epoch,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast),
            &symm = symm_buffer_at(symm_buffer), chunks = static_cast<int>(chunks),
            rounds_own](Addresses a, uint32_t epoch, cudaStream_t stream) {
             gemm_rs::gemm_rs(at(a, a + 5, args), symm, {epoch, chunks, static_cast<char*>(a[4])}, rounds_own,
@@ -108,12 +103,8 @@ void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
 void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunk_rows,
                 bool reuse, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  enqueue(x,
-          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(scale_x),
-           address_of(scale_w)},
-          copy_epoch,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                            scales_of(x, scale_x, scale_w, fast)),
+  enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w), copy_epoch,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast),
            &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows),
            reuse](Addresses a, uint32_t epoch, cudaStream_t stream) {
             ag_gemm::ag_gemm(at(a, a + 4, args), symm, {epoch, chunk_rows}, reuse, stream);
@@ -160,10 +151,9 @@ void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8
                  std::optional<Tensor> given, std::optional<Tensor> parts) {
   FLUX_CHECK(x.is_contiguous() && x.numel() == q.numel(), x.numel(), q.numel());
   const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
-  enqueue(x, {address_of(x), address_of(q), address_of(scale), address_of(given), address_of(parts)}, 0,
+  enqueue(x, addresses_of(x, q, scale, given, parts),
           [rows, columns, dtype = dtype_of(x), height = x.dim() > 1 ? x.size(x.dim() - 2) : 1,
-           to = quantized(q, scale, granularity, ue8m0, given, parts)](Addresses a, uint32_t,
-                                                                       cudaStream_t stream) {
+           to = quantized(q, scale, granularity, ue8m0, given, parts)](Addresses a, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 1, to);
             copy_given_scale(written, stream);
             gemm::quantize({a[0], rows, columns, columns}, dtype, height, written, stream);
@@ -179,9 +169,9 @@ void add_norm_op(Tensor total, Tensor residual, Tensor weight, double eps, Tenso
   }
   FLUX_CHECK(total.is_contiguous() && weight.is_contiguous() && weight.numel() == columns, rows, columns);
   FLUX_CHECK(dtype_of(weight) == dtype_of(total) && rows < INT32_MAX, rows, columns);
-  enqueue(total, {address_of(total), address_of(residual), address_of(weight), address_of(out)}, 0,
+  enqueue(total, addresses_of(total, residual, weight, out),
           [rows = static_cast<int>(rows), columns = static_cast<int>(columns), eps = static_cast<float>(eps),
-           dtype = dtype_of(total)](Addresses a, uint32_t, cudaStream_t stream) {
+           dtype = dtype_of(total)](Addresses a, cudaStream_t stream) {
             gemm::add_norm({a[0], a[1], a[2], a[3], rows, columns, eps}, dtype, stream);
           });
 }
@@ -203,17 +193,15 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
                 std::optional<Tensor> quant_scale, std::optional<Tensor> parts) {
-  const gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                                        scales_of(x, scale_x, scale_w, fast));
+  const gemm::GemmArgs args =
+      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
   enqueue(x,
-          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
-           address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w),
-           address_of(q), address_of(q_scale), address_of(quant_scale), address_of(parts)},
-          0,
+          addresses_of(x, weight, bias, out, residual, norm_weight, residual_out, scale_x, scale_w, q,
+                       q_scale, quant_scale, parts),
           [args, &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
            to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
-              Addresses a, uint32_t, cudaStream_t stream) {
+              Addresses a, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 9, to);
             copy_given_scale(written, stream);
             gemm_ar::gemm_ar(
@@ -228,16 +216,12 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, i
                    std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
                    int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale,
                    std::optional<Tensor> parts) {
-  enqueue(x,
-          {address_of(x), address_of(out), address_of(residual), address_of(norm_weight),
-           address_of(residual_out), address_of(q), address_of(q_scale), address_of(quant_scale),
-           address_of(parts)},
-          0,
+  enqueue(x, addresses_of(x, out, residual, norm_weight, residual_out, q, q_scale, quant_scale, parts),
           [x = matrix(x), out = matrix(out), dtype = dtype_of(x), &symm = symm_buffer_at(symm_buffer),
            num_sms = static_cast<int>(num_sms), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
            to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
-              Addresses a, uint32_t, cudaStream_t stream) {
+              Addresses a, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 5, to);
             copy_given_scale(written, stream);
             gemm_ar::all_reduce(
@@ -253,9 +237,9 @@ void reduce_scatter_int8_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t n
   FLUX_CHECK(x.dim() == 3 && x.size(0) == symm.world_size && x.stride(2) == 1, x.dim());
   FLUX_CHECK(x.size(1) == out.size(0) && x.size(2) == out.size(1), x.size(1), out.size(0));
   FLUX_CHECK(x.stride(1) == x.size(2) && dtype_of(x) == dtype_of(out), x.stride(1));
-  enqueue(x, {address_of(x), address_of(out)}, 0,
+  enqueue(x, addresses_of(x, out),
           [owner_stride = x.stride(0), out = matrix(out), dtype = dtype_of(x), &symm,
-           num_sms = static_cast<int>(num_sms), rounds_own](Addresses a, uint32_t, cudaStream_t stream) {
+           num_sms = static_cast<int>(num_sms), rounds_own](Addresses a, cudaStream_t stream) {
             gemm_ar::reduce_scatter_int8(a[0], owner_stride, at(a[1], out), dtype, symm, num_sms, rounds_own,
                                          stream);
           });
@@ -264,7 +248,7 @@ void reduce_scatter_int8_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t n
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
                    bool begun) {
   enqueue(
-      x, {address_of(x), address_of(out)}, copy_epoch,
+      x, addresses_of(x, out), copy_epoch,
       [x = words(x), out = words(out), &symm = symm_buffer_at(symm_buffer),
        chunk_rows = static_cast<int>(chunk_rows), begun](Addresses a, uint32_t epoch, cudaStream_t stream) {
         ag_gemm::all_gather(at(a[0], x), at(a[1], out), symm, {epoch, chunk_rows}, begun, stream);
@@ -272,7 +256,7 @@ void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch
 }
 
 void begin_all_gather_op(Tensor x, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
-  enqueue(x, {address_of(x)}, copy_epoch,
+  enqueue(x, addresses_of(x), copy_epoch,
           [x = words(x), &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows)](
               Addresses a, uint32_t epoch, cudaStream_t stream) {
             ag_gemm::begin_all_gather(at(a[0], x), symm, {epoch, chunk_rows}, stream);
@@ -289,8 +273,7 @@ void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epo
     scales.own = {own.x, own.blocks ? 1 : own.x_step, own.x_stride};
     scales.columns = own.blocks ? static_cast<int>(scale_x->size(1)) : 1;
   }
-  enqueue(x, {address_of(x), address_of(gathered), address_of(scale_x), address_of(gathered_scale)},
-          copy_epoch,
+  enqueue(x, addresses_of(x, gathered, scale_x, gathered_scale), copy_epoch,
           [x = words(x), gathered = words(gathered), &symm = symm_buffer_at(symm_buffer), scales](
               Addresses a, uint32_t epoch, cudaStream_t stream) mutable {
             scales.own.data = static_cast<const float*>(a[2]);
