@@ -2,7 +2,7 @@
 
 If the Python that runs this already has a torch with CUDA, the environment borrows everything that Python has
 and installs only what is missing, so a GPU machine without a network works. Otherwise it installs torch and
-all tools: a fixed torch where there is no GPU.
+all tools: a fixed torch where there is no GPU. There the compiler runs meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def create(borrow: bool) -> Path:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
+    # Without --no-compile, half of the time would go into bytecode, mostly of modules that nothing imports.
+    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile"]
+    command += arguments
     print("+", *command, flush=True)
     if subprocess.run(command).returncode != 0:
         raise SystemExit(f"setup_venv: failed: {' '.join(command)}")
@@ -57,16 +59,24 @@ def importable(python: Path, module: str) -> bool:
     return subprocess.run([str(python), "-c", probe]).returncode == 0
 
 
-def requirements(borrow: bool) -> list[str]:
-    """What to ask pip for; when borrowing, only what building, testing and benchmarking need."""
+def requirements(borrow: bool) -> tuple[list[str], list[str]]:
+    """What to ask pip for, to build and then to run; when borrowing, only what tests and benchmarks need."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = pyproject["build-system"]["requires"]
     run = [r for r in pyproject["project"]["dependencies"] if not r.startswith("torch")]
     extras = pyproject["project"]["optional-dependencies"]
     if borrow:
-        return [*build, *run, "pytest"]
+        return build, [*run, "pytest"]
     torch = "torch>=2.10" if gpu_visible() else CPU_TORCH
-    return [torch, *build, *run, *extras["dev"], *extras["docs"], *extras["plot"], *extras["transformers"]]
+    return build, [torch, *run, *extras["dev"], *extras["docs"], *extras["plot"], *extras["transformers"]]
+
+
+def start_compiling(python: Path) -> subprocess.Popen[bytes] | None:
+    """Compiles the native library; None where kernels may be compiled too, which need torch's headers."""
+    kernels = gpu_visible() or os.environ.get("FLUX_CUDA", "off") != "off"
+    if kernels or os.environ.get("FLUX_CUDA_ARCHS") or os.environ.get("FLUX_KERNELS"):
+        return None
+    return subprocess.Popen([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT)
 
 
 def module_of(requirement: str) -> str:
@@ -76,20 +86,28 @@ def module_of(requirement: str) -> str:
 def main() -> None:
     borrow = outer_torch_has_cuda()
     python = create(borrow)
-    wanted = requirements(borrow)
+    build, run = requirements(borrow)
     if borrow:
         tools = ("cmake", "ninja")
-        wanted = [
-            r
-            for r in wanted
-            if not importable(python, module_of(r))
-            and not (module_of(r) in tools and shutil.which(module_of(r)))
-        ]
-    if wanted:
-        pip(python, *wanted)
+        build, run = (
+            [
+                r
+                for r in wanted
+                if not importable(python, module_of(r))
+                and not (module_of(r) in tools and shutil.which(module_of(r)))
+            ]
+            for wanted in (build, run)
+        )
+    if build:
+        pip(python, *build)
+    compiling = start_compiling(python)
+    if run:
+        pip(python, *run)
     if not os.environ.get("FLUX_CUTLASS_DIR") and not importable(python, "cutlass_library"):
         # Its dependencies serve its Python side; flux reads its headers.
         pip(python, "--no-deps", CUTLASS)
+    if compiling is not None and compiling.wait() != 0:
+        raise SystemExit("setup_venv: compiling failed; the messages above say why")
     pip(python, "--no-index", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
