@@ -133,14 +133,6 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "two-level", "flat"),
     ),
     Variable(
-        "FLUX_RAIL",
-        "auto",
-        "Engine of exchanges between nodes: auto (process groups: NCCL, on CPUs gloo), or symm (shared "
-        "memory between processes of one host, CPU tensors only). Read when a group is first used.",
-        "run",
-        _one_of("auto", "symm"),
-    ),
-    Variable(
         "FLUX_LINKS",
         "",
         "File of flux doctor --nodes with measured rates of the links between nodes, by which plans choose; "

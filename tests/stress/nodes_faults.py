@@ -108,11 +108,11 @@ def _goes_on(rank: int, group: Any, own: Any, kind: str, first: flux.CommTimeout
     return "" if (total == own.size()).all() else "wrong inside the node"
 
 
-def wrong_with(kind: str, nodes: int, ranks: int, engine: str, seed: int) -> str:
+def wrong_with(kind: str, nodes: int, ranks: int, seed: int) -> str:
     """How one case ended otherwise than it must, or nothing."""
     draw = random.Random(f"{kind} {seed}")
     victims, delay_s = victims_of(kind, nodes, ranks, draw), draw.uniform(0.0, 0.6)
-    env = {"FLUX_TIMEOUT_S": str(DEADLINE_S), "FLUX_RAIL": engine, "FLUX_TEST_RANKS": str(ranks)}
+    env = {"FLUX_TIMEOUT_S": str(DEADLINE_S), "FLUX_TEST_RANKS": str(ranks)}
     world_size = nodes * ranks
     dead = victims if kind != "late node" else []
     results = spawn(
@@ -153,7 +153,6 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", default="2x2", help="nodes and ranks of each, such as 3x2")
-    parser.add_argument("--engine", default="auto", choices=("auto", "symm"))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     given = parser.parse_args()
     nodes, ranks = nodes_cases.parse(given.nodes)
@@ -161,12 +160,12 @@ def main() -> int:
     for kind in given.kinds:
         good = 0
         for seed in range(given.seed, given.seed + given.cases):
-            told = wrong_with(kind, nodes, ranks, given.engine, seed)
+            told = wrong_with(kind, nodes, ranks, seed)
             good += not told
             if told:
                 print(f"{kind} --seed {seed}: {told}", flush=True)
         bad += given.cases - good
-        print(f"{kind}: {good} of {given.cases} on {given.nodes}, engine {given.engine}", flush=True)
+        print(f"{kind}: {good} of {given.cases} on {given.nodes}", flush=True)
     return 1 if bad else 0
 
 

@@ -19,6 +19,7 @@ from flux.comm.workspace import (
     ON_ALL_RANKS,
     PAGE_BYTES,
     Call,
+    Met,
     Same,
     Workspace,
     call_facts,
@@ -42,16 +43,8 @@ class CpuWorkspace(Workspace):
     _ENTRY_BYTES = 4096
     _MAX_TOLD = _ENTRY_BYTES - 8
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        op: str,
-        rendezvous: Rendezvous,
-        turn: Any,
-        facts: list[dict[str, Any]],
-    ) -> None:
-        super().__init__(group, device, op, rendezvous, turn, facts)
+    def __init__(self, met: Met) -> None:
+        super().__init__(met)
         self._epoch = 0
         self._told = b""  # facts of the current call, as published to the peers
         self._agreed = False  # whether all peers have begun the current call, and their facts are equal
@@ -59,7 +52,7 @@ class CpuWorkspace(Workspace):
         if self._shares_memory:
             # The first call compares its facts through the headers, so these must exist before it.
             try:
-                self.grow(PAGE_BYTES, PAGE_BYTES, op, {})
+                self.grow(PAGE_BYTES, PAGE_BYTES, met.op, {})
             except shm.NoSharedMemory:
                 if self.why_not is None:  # unfused calls can do without
                     raise

@@ -13,12 +13,13 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import repeat, shm, symm_mem
-from flux.comm.group import Rendezvous, name_of, why_fake
+from flux.comm.group import name_of, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
     NOTHING,
     OP_NAMES,
     Call,
+    Met,
     Same,
     Workspace,
     call_facts,
@@ -82,25 +83,14 @@ class CudaWorkspace(Workspace):
     carrier = "kernel"
     _same: Same = NOTHING  # arguments of the current call that ranks compare if the workspace grows
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        op: str,
-        rendezvous: Rendezvous,
-        turn: Any,
-        facts: list[dict[str, Any]],
-    ) -> None:
-        super().__init__(group, device, op, rendezvous, turn, facts)
+    def __init__(self, met: Met) -> None:
+        super().__init__(met)
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
-        self._launch = Launch(self)
-        self._copy_launch = CopyLaunch(self)
-        self._index = device.index
-        self._order = _orders.get(device.index) or _orders.setdefault(
-            device.index, _native.core.LaunchOrder()
-        )
+        self._launch, self._copy_launch = Launch(self, copies=False), Launch(self, copies=True)
+        self._index = met.device.index
+        self._order = _orders.get(self._index) or _orders.setdefault(self._index, _native.core.LaunchOrder())
         self._captured = False
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
@@ -114,7 +104,7 @@ class CudaWorkspace(Workspace):
             self._error_address = self._error.data_ptr()
             # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
-            self.known = repeat.make(turn, self._order, self._error_address, str(group.group_name))
+            self.known = repeat.make(self.turn, self._order, self._error_address, str(met.group.group_name))
 
     @property
     def transport(self) -> str:  # type: ignore[override]
@@ -202,7 +192,7 @@ class CudaWorkspace(Workspace):
             self.grow(call.signal_bytes, call.slot_bytes, call.op, facts, call.exchange_bytes)
         return self._launch
 
-    def enter_copy(self, call: Call) -> CopyLaunch:
+    def enter_copy(self, call: Call) -> Launch:
         """As enter, for a call that uses copy engines; yields its SymmBuffer's address, and the epoch."""
         if self._error_code.value:
             self._raise_timeout(call.op)
@@ -321,20 +311,22 @@ class CudaWorkspace(Workspace):
 
 
 class Launch:
-    """Context manager of the launch of a call. A CUDA graph that captures the launch keeps using the buffers;
-    the user must order its replays, as for any graph.
+    """Context manager of the launch of a call, which yields the address of its SymmBuffer and its epoch.
+
+    A CUDA graph that captures the launch keeps using the buffers; the user must order its replays, as for any
+    graph. By copy engines, entering it uses up the epoch.
     """
 
-    __slots__ = ("_workspace",)
+    __slots__ = ("_copies", "_workspace")
 
-    def __init__(self, workspace: CudaWorkspace) -> None:
-        self._workspace = workspace
+    def __init__(self, workspace: CudaWorkspace, copies: bool) -> None:
+        self._workspace, self._copies = workspace, copies
 
     def __enter__(self) -> tuple[int, int]:
         workspace = self._workspace
         workspace._order.acquire()
         try:
-            if torch.cuda.is_current_stream_capturing():
+            if not self._copies and torch.cuda.is_current_stream_capturing():
                 workspace._captured = True
             else:
                 workspace._follow_last_call()
@@ -342,35 +334,9 @@ class Launch:
         except BaseException:
             workspace._order.release()
             raise
-        return workspace._address, 0
-
-    def __exit__(self, *_: object) -> None:
-        workspace = self._workspace
-        try:
-            if workspace._order.event is not None:
-                workspace._launched()
-        finally:
-            workspace._order.release()
-
-
-class CopyLaunch:
-    """Context manager of the launch of a call that uses copy engines. Entering it uses up the epoch."""
-
-    __slots__ = ("_workspace",)
-
-    def __init__(self, workspace: CudaWorkspace) -> None:
-        self._workspace = workspace
-
-    def __enter__(self) -> tuple[int, int]:
-        workspace = self._workspace
-        workspace._order.acquire()
-        try:
-            workspace._follow_last_call()
-            workspace.turn.open()
-            workspace.known.copy_epoch += 1
-        except BaseException:
-            workspace._order.release()
-            raise
+        if not self._copies:
+            return workspace._address, 0
+        workspace.known.copy_epoch += 1
         return workspace._copy_address, workspace.known.copy_epoch
 
     def __exit__(self, *_: object) -> None:

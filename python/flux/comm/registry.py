@@ -20,7 +20,7 @@ from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Rendezvous
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import of_nodes
-from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off, expecting_graphs
+from flux.comm.workspace import ON_ALL_RANKS, Met, Workspace, broken_off, expecting_graphs
 from flux.errors import CommTimeoutError
 
 T = TypeVar("T")
@@ -86,10 +86,9 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     kind = CudaWorkspace if device.type == "cuda" else CpuWorkspace
     try:
         facts = kind.meet(group, device, op, rendezvous)
-        if of_nodes([fact["node"] for fact in facts])[0] is None:
-            workspace: Workspace = kind(group, device, op, rendezvous, its_turn, facts)
-        else:
-            workspace = _of_nodes(NodesWorkspace(group, device, op, rendezvous, its_turn, facts), op)
+        met = Met(group, device, op, rendezvous, its_turn, facts)
+        several = of_nodes([fact["node"] for fact in facts])[0] is not None
+        workspace: Workspace = _of_nodes(NodesWorkspace(met), op) if several else kind(met)
         _workspaces[key] = workspace
     except CommTimeoutError as error:
         _unfinished[key] = (rendezvous, error)

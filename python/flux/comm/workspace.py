@@ -17,7 +17,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
@@ -162,6 +162,23 @@ def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
         raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}", calls)
 
 
+class Met(NamedTuple):
+    """The ranks of a group that have met, of which a workspace is made.
+
+    Attributes:
+        op: the call at which they met.
+        turn: CallTurn of the group on this device.
+        facts: what each rank has told (Workspace.meet).
+    """
+
+    group: ProcessGroup
+    device: torch.device
+    op: str
+    rendezvous: Rendezvous
+    turn: Any
+    facts: list[dict[str, Any]]
+
+
 class Workspace(ABC):
     """Buffers, plans and failure of one group on one device. Created by the group's first call, a collective.
 
@@ -207,7 +224,6 @@ class Workspace(ABC):
                 "node": topology.node_id(),
                 "links": topology.links().to_tell(),
                 "nodes": _env.get("FLUX_NODES"),
-                "rail": _env.get("FLUX_RAIL"),
                 "compare": _env.get("FLUX_DEBUG") == "compare",
                 "graphs": group in expecting_graphs,
                 "tuning": files.to_tell(files.local(device)),
@@ -224,29 +240,15 @@ class Workspace(ABC):
         check_alike(op, facts, told)
         return facts
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        op: str,
-        rendezvous: Rendezvous,
-        turn: Any,
-        facts: list[dict[str, Any]],
-    ) -> None:
-        self.group = group
-        self.device = device
-        self.rank = group.rank()
-        self.world_size = group.size()
+    def __init__(self, met: Met) -> None:
+        self.group, self.device, op, self._rendezvous, self.turn, facts = met
+        self.rank, self.world_size = met.group.rank(), met.group.size()
         self.timeout_s = _env.timeout_s()
-        self.signal_bytes = 0
-        self.slot_bytes = 0
-        self.exchange_bytes = 0
+        self.signal_bytes = self.slot_bytes = self.exchange_bytes = 0
         self._plans: tuple[dict[Any, Any], ...] = ({}, {})
         self._plans_left_free: dict[int, tuple[dict[Any, Any], ...]] = {}
         self.failure: Exception | None = None
-        self.turn = turn
-        self._rendezvous = rendezvous
-        self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(device))
+        self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(met.device))
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)
@@ -365,13 +367,10 @@ class Workspace(ABC):
             return
         self.turn.open()
         compare_calls(op, self._meet(op, facts))
-        signal_bytes = grown(self.signal_bytes, signal_bytes)
-        slot_bytes = grown(self.slot_bytes, slot_bytes)
-        exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
-        self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
-        self.signal_bytes = signal_bytes
-        self.slot_bytes = slot_bytes
-        self.exchange_bytes = exchange_bytes
+        have = (self.signal_bytes, self.slot_bytes, self.exchange_bytes)
+        room = tuple(map(grown, have, (signal_bytes, slot_bytes, exchange_bytes)))
+        self._allocate(*room, op)
+        self.signal_bytes, self.slot_bytes, self.exchange_bytes = room
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:

@@ -14,7 +14,7 @@ import flux
 from flux._native import core
 from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.workspace import expecting_graphs
+from flux.comm.workspace import Met, expecting_graphs
 from flux.measured.times import Fact, Tuning
 from flux.ops import ag_gemm, workspaces
 from flux.ops import gemm_rs_with_gather as beside
@@ -101,7 +101,7 @@ def make() -> CudaWorkspace:
     rendezvous: Any = Echo()
     device = torch.device("cuda", 0)
     facts = CudaWorkspace.meet(group, device, "gemm_rs", rendezvous)
-    return CudaWorkspace(group, device, "gemm_rs", rendezvous, core.CallTurn(()), facts)
+    return CudaWorkspace(Met(group, device, "gemm_rs", rendezvous, core.CallTurn(()), facts))
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> int:
@@ -219,7 +219,8 @@ def test_no_copy_engines_for_calls_that_graphs_capture(
     machine.capturing = True
     assert entered(workspace, chosen) == (workspace._symm_buffer.address, 0, 0)
     machine.capturing = False
-    later = CudaWorkspace(workspace.group, workspace.device, "gemm_rs", Echo(), core.CallTurn(()), again)  # type: ignore[arg-type]
+    met = Met(workspace.group, workspace.device, "gemm_rs", Echo(), core.CallTurn(()), again)  # type: ignore[arg-type]
+    later = CudaWorkspace(met)
     assert not all_gather.gather_plan(later, x).copied
 
 
@@ -394,10 +395,3 @@ def test_a_failure_that_is_no_timeout_says_what_it_is(machine: Machine) -> None:
 def test_ranks_on_one_gpu_run_unfused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, "exchange", lambda self, op, facts: [facts, facts])
     assert make().why_not == "rank 0: ranks 0 and 1 share one GPU"
-
-
-def test_the_error_record_is_the_one_kernels_write() -> None:
-    record = torch.tensor([1, 1, 0, 1, 5, 42, 41] + [0] * 9, dtype=torch.int32)
-    assert tuple(core.read_error(record.data_ptr())) == (1, 0, 1, 5, 42, 41)
-    record[0] = 0
-    assert core.read_error(record.data_ptr()) is None

@@ -7,15 +7,18 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from refusals import said
 
 import flux
 from flux.comm import workspace
 from flux.comm.cpu import CpuWorkspace
+from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 Call = Callable[[], Any]
@@ -26,19 +29,19 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(*shape, dtype=dtype)
 
 
-def gemm_rs(**change: Any) -> Call:
+def product(op: Callable[..., Any], **change: Any) -> Call:
     given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
-    return lambda: flux.gemm_rs(**given)
+    return lambda: op(**given)
 
 
-def ag_gemm(**change: Any) -> Call:
-    given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
-    return lambda: flux.ag_gemm(**given)
+def of_tensor(op: Callable[..., Any], x: torch.Tensor | None = None) -> Call:
+    return lambda: op(ones(ROWS, K) if x is None else x)
 
 
-def gemm_ar(**change: Any) -> Call:
-    given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
-    return lambda: flux.gemm_ar(**given)
+gemm_rs, ag_gemm, gemm_ar = (partial(product, op) for op in (flux.gemm_rs, flux.ag_gemm, flux.gemm_ar))
+all_gather, all_reduce, reduce_scatter = (
+    partial(of_tensor, op) for op in (flux.all_gather, flux.all_reduce, flux.reduce_scatter)
+)
 
 
 def normed(**change: Any) -> Call:
@@ -47,25 +50,10 @@ def normed(**change: Any) -> Call:
 
 def composed(**change: Any) -> Call:
     """A sum so large that gemm_ar is made of gemm_rs and all_gather."""
-    given = {"x": ones(512, 1), "weight": ones(6144, 1), "bias": None} | change
-    return lambda: flux.gemm_ar(**given)
-
-
-def all_gather(x: torch.Tensor | None = None) -> Call:
-    return lambda: flux.all_gather(ones(ROWS, K) if x is None else x)
-
-
-def all_reduce(x: torch.Tensor | None = None) -> Call:
-    return lambda: flux.all_reduce(ones(ROWS, K) if x is None else x)
-
-
-def reduce_scatter(x: torch.Tensor | None = None) -> Call:
-    return lambda: flux.reduce_scatter(ones(ROWS, K) if x is None else x)
+    return gemm_ar(**({"x": ones(512, 1), "weight": ones(6144, 1)} | change))
 
 
 def with_gather(**change: Any) -> Call:
-    from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
-
     given = {"x": ones(ROWS, K), "weight": ones(N, K), "rows": ones(ROWS, K)} | change
     return lambda: gemm_rs_with_gather(**given)
 
@@ -205,17 +193,17 @@ def disagree(rank: int, p: int) -> list[tuple[str, str]]:
     told = []
     for number, (what, common, odd) in enumerate(disagreements()):
         mine = odd if rank == number % p else common
+        message = "no error"
         try:
             mine()
-            said = "no error"
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         # The group works on as if nothing had happened.
         try:
-            said += "" if works(rank, p, number) else "; and then a wrong result"
+            message += "" if works(rank, p, number) else "; and then a wrong result"
         except Exception as error:
-            said += f"; and then {error}"
-        told.append((what, said))
+            message += f"; and then {error}"
+        told.append((what, message))
         flux.release()  # what was reserved, so that the next reserve must ask
     return told
 
@@ -228,14 +216,15 @@ def test_whatever_ranks_disagree_about_all_are_told(world_size: int, fused: str)
     assert len(results[0]) >= 100
     complaints = []
     for told in zip(*results, strict=True):
-        what, said = told[0][0], {said for _, said in told}
+        what, messages = told[0][0], {message for _, message in told}
         if fused == "off" and what.startswith("reserve"):
             continue  # there is no workspace to make larger
         # Where operators differ, each rank names its own.
-        same = {text.split(": ", 2)[-1] for text in said}
-        form = r"Disagreement: [\w.]+: expected the same call on all ranks of the group, got rank 0: \w+=.+"
-        if len(same) > 1 or not all(re.fullmatch(form, text) for text in said):
-            complaints.append(f"{what}: {sorted(said)}"[:400])
+        same = {text.split(": ", 2)[-1] for text in messages}
+        form = r"Disagreement: [\w.]+: expected the same call on all ranks of the group, got "
+        form += "; ".join(rf"rank {rank}: \w+=.+" for rank in range(world_size))
+        if len(same) > 1 or not all(re.fullmatch(form, text) for text in messages):
+            complaints.append(f"{what}: {sorted(messages)}"[:400])
     assert complaints == []
 
 
@@ -258,14 +247,7 @@ def contents(rank: int, p: int) -> list[str]:
         lambda: flux.gemm_rs(x + odd, weight + odd, ones(N)),
         lambda: flux.moe.route(ids, scores, 4),
     ]
-    told = []
-    for call in calls:
-        try:
-            call()
-            told.append("no error")
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    return [said(call) for call in calls]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -274,8 +256,8 @@ def test_contents_are_compared_if_asked_for(everywhere: bool) -> None:
     results = spawn(contents if everywhere else only_one_asks, 2, backend="gloo", env=env)
     assert results[0] == results[1]
     names = ["bias", "bias", "residual", "norm_weight", "routing weights", "routing weights"]
-    for said, name in zip(results[0], names, strict=False):
-        assert "expected the same call" in said and f"digest of {name}=" in said, said
+    for message, name in zip(results[0], names, strict=False):
+        assert "expected the same call" in message and f"digest of {name}=" in message, message
     assert results[0][len(names) :] == ["no error"] * 3
 
 
@@ -285,7 +267,7 @@ def only_one_asks(rank: int, p: int) -> list[str]:
 
 
 def test_without_being_asked_contents_are_not_compared() -> None:
-    assert all(said == "no error" for told in spawn(contents, 2, backend="gloo") for said in told)
+    assert spawn(contents, 2, backend="gloo") == [["no error"] * 9] * 2
 
 
 SETTINGS = {
@@ -295,7 +277,6 @@ SETTINGS = {
     "FLUX_GROUPED_WGRAD": "cublas",
     "FLUX_LINKS": "/none",
     "FLUX_NODES": "round",
-    "FLUX_RAIL": "iron",
     "FLUX_RECORD_SHAPES": "/none/shapes",
     "FLUX_SYMM_BACKEND": "mpi",
     "FLUX_TIMEOUT_S": "soon",
@@ -319,7 +300,7 @@ def no_facts() -> Iterator[None]:
 
 def first_calls(rank: int, p: int) -> list[tuple[str, str]]:
     """What all ranks are told where the last one differs at the group's first call."""
-    calls = [FIRST[i % len(FIRST)] for i in range(len(SETTINGS))]
+    calls: list[Callable[[], object]] = [FIRST[i % len(FIRST)] for i in range(len(SETTINGS))]
     tried = list(zip(SETTINGS, calls, strict=True)) + [("FLUX_BATCH_INVARIANT", call) for call in FIRST]
     ways: list[tuple[str, Any, Callable[[], Call]]] = [
         (name, mock.patch.dict(os.environ, {name: SETTINGS[name]}), call) for name, call in tried

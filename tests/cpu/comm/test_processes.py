@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,28 +164,20 @@ def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future
     assert outcome.notes["err"] == "interrupted\n"
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(130)])
+@pytest.mark.parametrize(
+    ("end", "code"), [(KeyboardInterrupt(), 130), (SystemExit(130), 130), (SystemExit(2), 2)]
+)
 def test_every_command_ends_like_that(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt: BaseException
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: BaseException,
+    code: int,
 ) -> None:
-    def interrupted() -> None:
-        raise interrupt
-
-    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=end))
     with pytest.raises(SystemExit) as caught:
         cli.main()
-    assert caught.value.code == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
-
-
-def test_other_exit_statuses_stay(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "app", lambda: sys.exit(2))
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert capsys.readouterr() == ("", "")
+    assert caught.value.code == code
+    assert capsys.readouterr() == ("", "interrupted\n" if code == 130 else "")
 
 
 # ---- ranks that are stopped or killed ----------------------------------------------------------------------
@@ -247,6 +240,7 @@ def test_a_rank_that_stays_stopped_is_killed_in_time(tmp_path: Path) -> None:
     with pytest.raises(SpawnError) as caught:
         spawn(stop_for_good, 1, tmp_path, timeout_s=4)
     assert caught.value.failures == [RankFailure(0, None, "")]
+    assert "rank 0 did not finish in time" in str(caught.value)
     assert time.monotonic() - begin < 4 + END_S
     assert not Path("/proc", (tmp_path / "stopped").read_text()).exists()
 
@@ -372,62 +366,40 @@ def at_module_level(rank: int, world_size: int, *args: Any) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "kind", "expected"),
-    [
-        ((3, 2), {}, TypeError, "fn: expected a function, got int 3"),
-        ((lambda rank, size: 0, 2), {}, TypeError, "fn: expected a function that other processes can import"),
-        ((threading.Lock().acquire, 2), {}, TypeError, "fn: expected a function that other processes can"),
-        ((at_module_level, 2.0), {}, TypeError, "world_size: expected an int, got float 2.0"),
-        ((at_module_level, True), {}, TypeError, "world_size: expected an int, got bool True"),
-        ((at_module_level, 0), {}, ValueError, "world_size: expected at least 1, got 0"),
-        (
-            (at_module_level, 2, 1, threading.Lock()),
-            {},
-            TypeError,
-            r"args\[1\]: expected what pickle can send",
-        ),
-        ((at_module_level, 2), {"timeout_s": "9"}, TypeError, "timeout_s: expected a number, got str '9'"),
-        (
-            (at_module_level, 2),
-            {"timeout_s": 0},
-            ValueError,
-            "timeout_s: expected a positive number of seconds",
-        ),
-        ((at_module_level, 2), {"timeout_s": float("nan")}, ValueError, "timeout_s: expected .* got nan"),
-        ((at_module_level, 2), {"timeout_s": float("inf")}, ValueError, "timeout_s: expected .* got inf"),
-        ((at_module_level, 2), {"backend": 1}, TypeError, "backend: expected a name or None, got int 1"),
-        ((at_module_level, 2), {"backend": "glue"}, ValueError, r"backend: .*gloo.*, got 'glue'"),
-        ((at_module_level, 2), {"backend": "cpu:gloo,cuda:"}, ValueError, "backend: .* got 'cpu:gloo,cuda:'"),
-        ((at_module_level, 2), {"env": ["A"]}, TypeError, "env: expected a mapping of str to str, got list"),
-        ((at_module_level, 2), {"env": {1: "a"}}, TypeError, "env: expected names that are str, got int 1"),
-        ((at_module_level, 2), {"env": {"A": 1}}, TypeError, r"env\['A'\]: expected a str, got int 1"),
-        ((at_module_level, 2), {"env": {"A=B": "1"}}, ValueError, "env: expected names without '='"),
-        (
-            (at_module_level, 2),
-            {"may_die": 1},
-            TypeError,
-            "may_die: expected a collection of ranks, got int 1",
-        ),
-        (
-            (at_module_level, 2),
-            {"may_die": {"1"}},
-            TypeError,
-            "may_die: expected ranks that are int, got str",
-        ),
-        ((at_module_level, 2), {"may_die": [2]}, ValueError, "may_die: expected ranks from 0 to 1, got 2"),
-    ],
-)
-def test_bad_arguments_are_named_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    kind: type[Exception],
-    expected: str,
-) -> None:
+BAD_POSITIONS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((3, 2), TypeError, "fn: expected a function, got int 3"),
+    ((lambda rank, size: 0, 2), TypeError, "fn: expected a function that other processes can import"),
+    ((threading.Lock().acquire, 2), TypeError, "fn: expected a function that other processes can"),
+    ((at_module_level, 2.0), TypeError, "world_size: expected an int, got float 2.0"),
+    ((at_module_level, True), TypeError, "world_size: expected an int, got bool True"),
+    ((at_module_level, 0), ValueError, "world_size: expected at least 1, got 0"),
+    ((at_module_level, 2, 1, threading.Lock()), TypeError, r"args\[1\]: expected what pickle can send"),
+]
+BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
+    ("timeout_s", "9", TypeError, "timeout_s: expected a number, got str '9'"),
+    ("timeout_s", 0, ValueError, "timeout_s: expected a positive number of seconds"),
+    ("timeout_s", float("nan"), ValueError, "timeout_s: expected .* got nan"),
+    ("timeout_s", float("inf"), ValueError, "timeout_s: expected .* got inf"),
+    ("backend", 1, TypeError, "backend: expected a name or None, got int 1"),
+    ("backend", "glue", ValueError, r"backend: .*gloo.*, got 'glue'"),
+    ("backend", "cpu:gloo,cuda:", ValueError, "backend: .* got 'cpu:gloo,cuda:'"),
+    ("env", ["A"], TypeError, "env: expected a mapping of str to str, got list"),
+    ("env", {1: "a"}, TypeError, "env: expected names that are str, got int 1"),
+    ("env", {"A": 1}, TypeError, r"env\['A'\]: expected a str, got int 1"),
+    ("env", {"A=B": "1"}, ValueError, "env: expected names without '='"),
+    ("may_die", 1, TypeError, "may_die: expected a collection of ranks, got int 1"),
+    ("may_die", {"1"}, TypeError, "may_die: expected ranks that are int, got str"),
+    ("may_die", [2], ValueError, "may_die: expected ranks from 0 to 1, got 2"),
+]
+
+
+def test_bad_arguments_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server.client, "open_call", lambda: pytest.fail("a process"))
-    with pytest.raises(kind, match=f"^spawn: {expected}"):
-        spawn(*arguments, **keywords)
+    bad = [(arguments, {}, kind, expected) for arguments, kind, expected in BAD_POSITIONS]
+    bad += [((at_module_level, 2), {name: value}, kind, told) for name, value, kind, told in BAD_OPTIONS]
+    for arguments, options, kind, expected in bad:
+        with pytest.raises(kind, match=f"^spawn: {expected}"):
+            spawn(*arguments, **options)
 
 
 def test_good_arguments_are_taken() -> None:

@@ -20,7 +20,7 @@ from flux.comm.nodes.rail import NcclRail, NcclTransfer, Rail, shifts
 from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Links, Topology
-from flux.comm.workspace import Workspace
+from flux.comm.workspace import Met, Workspace
 from flux.measured import files
 from flux.measured.times import NO_FACTS
 from flux.ops import gemm
@@ -382,7 +382,7 @@ class OnCpu:
         rendezvous.begin("gemm_rs")
         files.local = lambda device: NO_FACTS
         device = torch.device("cuda", 0)
-        self.workspace = NodesWorkspace(group, device, "gemm_rs", rendezvous, turn, everybody)
+        self.workspace = NodesWorkspace(Met(group, device, "gemm_rs", rendezvous, turn, everybody))
         self.workspace.join("gemm_rs", no_workspace, lambda group: None)
         self.call = Plan("gemm_rs", 8, 8, 8, torch.bfloat16, world_size, False, True, "", "")
 

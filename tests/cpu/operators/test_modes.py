@@ -260,6 +260,5 @@ def inference(rank: int, p: int) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, None), (4, 2)], ids=["one node", "nodes"])
 def test_inference_mode(ranks: int, ranks_per_node: int | None) -> None:
-    env = {"FLUX_RAIL": "symm"} if ranks_per_node else {}
-    results = spawn(inference, ranks, ranks_per_node=ranks_per_node, backend="gloo", env=env, timeout_s=100)
+    results = spawn(inference, ranks, ranks_per_node=ranks_per_node, backend="gloo", timeout_s=100)
     assert results == [[]] * ranks

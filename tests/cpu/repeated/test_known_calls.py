@@ -15,7 +15,7 @@ import flux
 from flux._native import core
 from flux.calls import checks, front
 from flux.comm import registry, repeat
-from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
+from flux.comm.cuda import CudaWorkspace, Launch
 from flux.ops import ag_gemm, gemm_ar
 from flux.ops.ways import ag_gemm as ag_gemm_ways
 from flux.ops.ways import all_gather, gemm_rs
@@ -61,8 +61,8 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _symm_buffer=symm_buffer,
         _address=int(symm_buffer.address),
         _index=0,
-        _launch=Launch(workspace),
-        _copy_launch=CopyLaunch(workspace),
+        _launch=Launch(workspace, copies=False),
+        _copy_launch=Launch(workspace, copies=True),
         _captured=False,
         _copy_room=(ROOM, ROOM),
         _copy_address=int(symm_buffer.address),

@@ -1,8 +1,8 @@
 """Rails: how the ranks with the same number in their nodes exchange data. Ranks of a rail are counted by
 their nodes.
 
-`Rail` is the seam behind which an engine is replaced. Engines: process groups (NCCL on GPUs, gloo on CPUs)
-here, and symmetric memory in symmetric.py. docs/design/nodes.md has what a further one needs.
+`Rail` is the seam behind which an engine is replaced. Engines: process groups, NCCL on GPUs and gloo on CPUs.
+docs/design/nodes.md has what a further one needs.
 """
 
 from __future__ import annotations

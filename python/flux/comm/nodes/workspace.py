@@ -14,18 +14,16 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from flux import _env
 from flux.comm import group as groups
 from flux.comm import topology
-from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import GlooRail, NcclRail, Rail, RailError, Transfer
-from flux.comm.nodes.symmetric import SymmetricRail
 from flux.comm.nodes.watch import Watch
 from flux.comm.topology import Links, Topology
 from flux.comm.workspace import (
     MAX_WORLD_SIZE,
     Call,
     Disagreement,
+    Met,
     Same,
     Workspace,
     agreed,
@@ -66,21 +64,13 @@ class NodesWorkspace(Workspace):
     carrier = "nodes"
     topology: Topology
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        op: str,
-        rendezvous: Rendezvous,
-        turn: Any,
-        facts: list[dict[str, Any]],
-    ) -> None:
+    def __init__(self, met: Met) -> None:
+        group, _, op, _, _, facts = met
         found, _ = topology.of_nodes([fact["node"] for fact in facts])
         assert found is not None
         self.topology = found
         self.node, self.local = found.node_of(group.rank()), found.local_of(group.rank())
         self.links, self.way = _agreed_links(op, facts), agreed(op, facts, "nodes", "FLUX_NODES")
-        agreed(op, facts, "rail", "FLUX_RAIL")
         self.rail: Any = None  # a Rail, while the group can run fused
         self.node_group: Any = None
         self.inner: Workspace | None = None
@@ -89,7 +79,7 @@ class NodesWorkspace(Workspace):
         self._place = Place(-1, "")
         self._calls = 0
         self._largest: dict[str, tuple[int, ...]] = {}  # m, n and k that calls of each operator have had
-        super().__init__(group, device, op, rendezvous, turn, facts)
+        super().__init__(met)
 
     @classmethod
     def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -153,7 +143,7 @@ class NodesWorkspace(Workspace):
     def _join_rail(self, op: str, token: str) -> None:
         why_not = None
         try:
-            self.rail = self._make_rail(f"flux/rail-{token}-{self.local}", op)
+            self.rail = self._make_rail(f"flux/rail-{token}-{self.local}")
             if self.device.type == "cuda":
                 self._watch = Watch(self.timeout_s, self._someone_failed, self._give_up)
                 self.rail.on_start = self._watch.started
@@ -169,15 +159,9 @@ class NodesWorkspace(Workspace):
             self.rail.close()
             self.rail = None
 
-    def _make_rail(self, prefix: str, op: str) -> Rail:
-        store = groups.store_of(self.group)
+    def _make_rail(self, prefix: str) -> Rail:
         nodes = self.topology.nodes
-        if _env.get("FLUX_RAIL") == "symm":
-            if self.device.type == "cuda":
-                raise RuntimeError("FLUX_RAIL=symm is for CPU tensors")
-            rendezvous = Rendezvous(store, prefix, self.node, nodes)
-            return SymmetricRail(rendezvous, nodes, self.node, self.timeout_s, op)
-        kept: Any = _dist.PrefixStore(prefix, store)
+        kept: Any = _dist.PrefixStore(prefix, groups.store_of(self.group))
         if self.device.type == "cuda":
             backend = NcclRail.make_backend(kept, nodes, self.node, self.timeout_s)
             return NcclRail(backend, nodes, self.node)

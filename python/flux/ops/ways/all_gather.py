@@ -19,7 +19,7 @@ from flux._memory import movable, readable, writable
 from flux.calls import checks, front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
-from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
+from flux.comm.cuda import CudaWorkspace, Launch
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops.ways import two_level
@@ -123,7 +123,7 @@ def torch_all_gather() -> Callable[..., object]:
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def enter(workspace: CudaWorkspace, plan: Plan) -> Launch | CopyLaunch:
+def enter(workspace: CudaWorkspace, plan: Plan) -> Launch:
     """Context manager of a gather's launches on the current stream. Yields the address of its SymmBuffer and
     copy_epoch, which are arguments of the kernels, as is `chunk_rows`.
     """
