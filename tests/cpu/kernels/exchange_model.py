@@ -34,6 +34,7 @@ FAULTS = (
     "signal before copy",
     "no join",
     "own tiles first",
+    "words by call",
 )
 
 
@@ -177,13 +178,20 @@ class Protocol:
             for piece in range(call.pieces):
                 place = self._slot("stored", call, rank, peer, epoch, piece)
                 sent = self._add(f"{who} stores", "put", place, (epoch, rank, piece), begin)
-                word = ("stored signal", peer, rank, piece)
+                word = self._word(call, rank, peer, piece)
                 done.append(self._add(f"{who} signals", "put", word, epoch, [sent]))
-                word = ("stored signal", rank, peer, piece)
+                word = self._word(call, peer, rank, piece)
                 here = self._add(f"{who} waits", "epoch", word, epoch, begin)
                 place = self._slot("stored", call, peer, rank, epoch, piece)
                 done.append(self._add(f"{who} reads", "read", place, (epoch, peer, piece), [here]))
         self._end(rank, epoch, done)
+
+    def _word(self, call: Call, source: int, owner: int, piece: int) -> Place:
+        """A word belongs to one source for ever; by the shape of each call, it would change its source."""
+        number = source - (source > owner)
+        if self.fault == "words by call":
+            return ("stored signal", owner, number * call.pieces + piece)
+        return ("stored signal", owner, number, piece)
 
     # csrc/gemm_rs/gemm_rs.cu: send_staged, beside the launch
 

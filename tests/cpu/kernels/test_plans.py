@@ -9,53 +9,55 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-from protocol_model import Call, Deadlock, Model, WrongData, clusters_of_tiles, cta_tiles, region_of_the_call
 
 from flux._native import core
 
 TUNING = Path(__file__).parents[3] / "benchmarks/results/tuning"
 CONFIGS = [c.id for c in core.tile_configs()]
-WIDEST, NARROWEST = (
-    min(CONFIGS, key=lambda c: -core.tile_configs()[c].block_n),
-    min(CONFIGS, key=lambda c: core.tile_configs()[c].block_n),
-)
+WIDEST = min(CONFIGS, key=lambda c: -core.tile_configs()[c].block_n)
 NO_CLUSTER, CLUSTERS = 1, (1, 2, 3)  # csrc/gemm/tile_order.h: kNone, kPairM, kPairN
+Order = list[list[Any]]
 FIRST_SPLIT = 4  # of clusters: their CTAs share the K of a tile
+
+
+def clusters_of_tiles(
+    m: int, n: int, world_size: int, rank: int, config: int, cluster: int, group_m: int
+) -> Order:
+    """The tiles of the CTAs of each cluster, in the order of gemm_rs; None is a CTA without a tile."""
+    tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m, idle=True)
+    size = 1 if cluster == 1 else 2
+    return [tiles[i : i + size] for i in range(0, len(tiles), size)]
+
+
+def cta_tiles(order: Order, num_sms: int, cta: int) -> list[Any]:
+    """The tiles of a CTA with a fixed stride. The grid has as many whole clusters as fit on the SMs, and at
+    most one for each cluster of tiles.
+    """
+    size = len(order[0])
+    step = min(num_sms // size, len(order))
+    return [] if cta >= step * size else [tiles[cta % size] for tiles in order[cta // size :: step]]
 
 
 def problems() -> list[tuple[int, int, int, int, int, int]]:
     """(world_size, m, n, config, cluster, group_m): edges and a random sample."""
     rng = random.Random(7)
     listed = []
-    for world_size in (1, 2, 3, 4, 8):
-        for cluster in CLUSTERS:
-            listed += [(world_size, world_size, 1, CONFIGS[0], cluster, 1)]
-            for _ in range(25):
-                rows, n = rng.randint(1, 900), rng.randint(1, 1500)
-                listed += [
-                    (
-                        world_size,
-                        rows * world_size,
-                        n,
-                        rng.choice(CONFIGS),
-                        cluster,
-                        rng.choice((1, 2, 3, 8, 16)),
-                    )
-                ]
+    for world_size, cluster in itertools.product((1, 2, 3, 4, 8), CLUSTERS):
+        listed.append((world_size, world_size, 1, CONFIGS[0], cluster, 1))
+        for _ in range(25):
+            m, n = rng.randint(1, 900) * world_size, rng.randint(1, 1500)
+            config, group_m = rng.choice(CONFIGS), rng.choice((1, 2, 3, 8, 16))
+            listed.append((world_size, m, n, config, cluster, group_m))
     return listed
 
 
 def test_every_tile_is_computed_once_and_the_own_shard_last() -> None:
     for world_size, m, n, config, cluster, group_m in problems():
         layout = core.gemm_rs_layout(m, n, world_size, config)
-        everything = {
-            (owner, i, j)
-            for owner in range(world_size)
-            for i in range(layout.m_tiles)
-            for j in range(layout.n_tiles)
-        }
+        everything = set(itertools.product(*map(range, (world_size, layout.m_tiles, layout.n_tiles))))
         for rank in range(world_size):
             tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
             assert len(tiles) == len(everything)
@@ -98,22 +100,14 @@ def test_slots_and_signals_do_not_overlap() -> None:
         layout = core.gemm_rs_layout(m, n, world_size, config)
         block_n = core.tile_configs()[config].block_n
         assert layout.tile_bytes == 128 * block_n * 2
-        offsets, signals = set(), set()
-        for slot in range(world_size - 1):
-            for i in range(layout.m_tiles):
-                for j in range(layout.n_tiles):
-                    offset = layout.tile_offset(slot, i, j)
-                    assert offset % layout.tile_bytes == 0
-                    assert offset + layout.tile_bytes <= layout.slot_bytes
-                    offsets.add(offset)
-            for i in range(layout.m_tiles):
-                for j in range(layout.n_tiles):
-                    signals |= {layout.signal_index(i, j, half) for half in (0, 1)}
-        count = layout.m_tiles * layout.n_tiles
-        assert len(offsets) == (world_size - 1) * count
-        assert layout.num_signals == (world_size - 1) * 2 * count
-        if world_size > 1:
-            assert signals == set(range(2 * count)), "the words of one slot are dense"
+        tiles = list(itertools.product(range(layout.m_tiles), range(layout.n_tiles)))
+        offsets = {layout.tile_offset(slot, *tile) for slot in range(world_size - 1) for tile in tiles}
+        assert all(offset % layout.tile_bytes == 0 for offset in offsets)
+        assert all(offset + layout.tile_bytes <= layout.slot_bytes for offset in offsets)
+        assert len(offsets) == (world_size - 1) * len(tiles)
+        assert layout.num_signals == (world_size - 1) * 2 * len(tiles)
+        signals = {layout.signal_index(*tile, half) for tile in tiles for half in (0, 1)}
+        assert signals == set(range(2 * len(tiles))), "the words of one slot are dense"
         for owner in range(world_size):
             sources = [layout.slot_index(source, owner) for source in range(world_size) if source != owner]
             assert sources == list(range(world_size - 1))
@@ -123,12 +117,7 @@ def test_every_tile_of_the_gathered_rows_is_computed_once_and_own_rows_first() -
     for world_size, m, n, config, cluster, group_m in problems():
         layout = core.ag_gemm_layout(m, 8, world_size)
         n_tiles = -(-n // core.tile_configs()[config].block_n)
-        everything = {
-            (source, i, j)
-            for source in range(world_size)
-            for i in range(layout.row_blocks)
-            for j in range(n_tiles)
-        }
+        everything = set(itertools.product(*map(range, (world_size, layout.row_blocks, n_tiles))))
         for rank in range(world_size):
             tiles = core.ag_gemm_tiles(m, n, world_size, rank, config, cluster, group_m)
             assert len(tiles) == len(everything)
@@ -165,48 +154,6 @@ def test_gathered_rows_and_their_signals_do_not_overlap() -> None:
         for owner in range(world_size):
             sources = [layout.slot_index(source, owner) for source in range(world_size) if source != owner]
             assert sources == list(range(world_size - 1))
-
-
-def calls_of_many_shapes(world_size: int, rng: random.Random, number: int) -> list[Call]:
-    return [
-        Call(
-            world_size * rng.randint(1, 500),
-            rng.randint(1, 700),
-            rng.choice((WIDEST, NARROWEST)),
-            rng.choice(CLUSTERS),
-            rng.choice((1, 2, 8)),
-        )
-        for _ in range(number)
-    ]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("drawn", [False, True])
-def test_no_order_of_events_deadlocks_or_corrupts(world_size: int, drawn: bool) -> None:
-    for seed in range(60):
-        rng = random.Random(1000 * world_size + seed)
-        calls = calls_of_many_shapes(world_size, rng, 6)
-        Model(world_size, rng.choice((2, 3, 6)), calls, drawn=drawn).run(rng)
-
-
-def test_the_model_notices_signals_that_change_their_source() -> None:
-    # One array of signals laid out by each call's shape: a source that is one call ahead passes for another
-    # one.
-    failures = 0
-    for seed in range(60):
-        rng = random.Random(seed)
-        try:
-            Model(3, 4, calls_of_many_shapes(3, rng, 6), region_of_the_call).run(rng)
-        except (WrongData, Deadlock):
-            failures += 1
-    assert failures > 0
-
-
-def test_the_model_notices_an_own_shard_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol_model.cta_tiles", lambda *args: list(reversed(cta_tiles(*args))))
-    with pytest.raises(Deadlock):
-        for seed in range(20):
-            Model(2, 2, [Call(2 * 300, 300, NARROWEST, 1, 4)]).run(random.Random(seed))
 
 
 def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
