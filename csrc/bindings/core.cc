@@ -337,7 +337,7 @@ void bind_workspace(py::module_& m) {
   using runtime::SymmBuffer;
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   py::dict ops;
-  for (const runtime::NamedOp& op : runtime::kOps) ops[op.name] = static_cast<uint32_t>(op.id);
+  for (const char* name : runtime::kOpNames) ops[name] = py::int_(py::len(ops) + 1);
   m.attr("OP_IDS") = ops;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
   m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;

@@ -27,22 +27,20 @@ T* unpack(const py::object& capsule, const char* name) {
 // What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor of a part of
-  // another one's memory, from its sizes, strides and offset; or None. states: functions that return something true if a
-  // call must go through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
-  // increment_version: tells autograd that the tensors of a tuple have been written. forward_ad: the variables of
-  // torch.autograd.forward_ad.
-  Torch(const py::object& exchange_api, py::list types, py::object dtype, py::object view,
-        std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled,
-        py::object increment_version, py::dict forward_ad)
-      : types_(std::move(types)),
-        dtype_(std::move(dtype)),
-        view_(std::move(view)),
-        states_(std::move(states)),
-        grad_enabled_(std::move(grad_enabled)),
-        profiler_enabled_(std::move(profiler_enabled)),
-        increment_version_(std::move(increment_version)),
-        forward_ad_(std::move(forward_ad)) {
+  // of, by name: types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor
+  // of a part of another one's memory, from its sizes, strides and offset; or None. states: functions that return
+  // something true if a call must go through torch's dispatcher. profiler_enabled: the profiler names what is dispatched,
+  // so then kernels are, too. increment_version: tells autograd that the tensors of a tuple have been written.
+  // forward_ad: the variables of torch.autograd.forward_ad.
+  Torch(const py::object& exchange_api, const py::kwargs& of)
+      : types_(of["types"]),
+        states_(of["states"]),
+        forward_ad_(of["forward_ad"]),
+        dtype_(of["dtype"]),
+        view_(of["view"]),
+        grad_enabled_(of["grad_enabled"]),
+        profiler_enabled_(of["profiler_enabled"]),
+        increment_version_(of["increment_version"]) {
     const auto* const api = unpack<dlpack::ExchangeApi>(exchange_api, dlpack::kCapsule);
     if (api->version.major != dlpack::kMajor || api->tensor_from_py_object == nullptr) {
       throw py::value_error("exchange_api: expected version 1, with tensors that are not owned");
@@ -55,17 +53,12 @@ class Torch {
   }
 
   bool is_plain(PyObject* object) const {
-    const auto* const of = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(types_.ptr()); ++i) {
-      if (PyList_GET_ITEM(types_.ptr(), i) == of) return true;
-    }
-    return false;
+    return std::any_of(types_.begin(), types_.end(),
+                       [&](const py::handle type) { return type.ptr() == type_of(object); });
   }
 
   // There is one object for each dtype, which is never freed.
-  bool is_dtype(PyObject* object) const {
-    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == dtype_.ptr();
-  }
+  bool is_dtype(PyObject* object) const { return type_of(object) == dtype_.ptr(); }
 
   // False, without an exception, for tensors that DLPack cannot describe.
   bool describe(PyObject* tensor, dlpack::Tensor* out) const {
@@ -79,13 +72,10 @@ class Torch {
     // Tensors with a tangent do not say so. Below zero: no level of forward-mode differentiation is open.
     PyObject* const level = PyDict_GetItem(forward_ad_.ptr(), names_[4].ptr());
     if (level == nullptr || !PyLong_Check(level) || PyLong_AsLong(level) >= 0) return false;
-    for (const py::object& state : states_) {
-      if (is_true(PyObject_CallNoArgs(state.ptr()))) return false;
-    }
-    return true;
+    return std::none_of(states_.begin(), states_.end(), [](const py::handle state) { return is_so(state); });
   }
-  bool profiler_enabled() const { return is_true(PyObject_CallNoArgs(profiler_enabled_.ptr())); }
-  bool grad_enabled() const { return is_true(PyObject_CallNoArgs(grad_enabled_.ptr())); }
+  bool profiler_enabled() const { return is_so(profiler_enabled_); }
+  bool grad_enabled() const { return is_so(grad_enabled_); }
   bool requires_grad(PyObject* tensor) const { return is_true(PyObject_GetAttr(tensor, names_[1].ptr())); }
   // False, without an exception, if torch does not agree.
   bool tell_written(const py::tuple& tensors) const {
@@ -130,6 +120,8 @@ class Torch {
   static py::object intern(const char* name) {
     return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
   }
+  static PyObject* type_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+  static bool is_so(const py::handle asked) { return is_true(PyObject_CallNoArgs(asked.ptr())); }
   // Takes over the reference. An exception counts as true, because then the call must take the long way.
   static bool is_true(PyObject* value) {
     if (value == nullptr) PyErr_Clear();
@@ -140,11 +132,9 @@ class Torch {
   }
 
   int (*describe_)(void*, dlpack::Tensor*);
-  py::list types_;
-  py::object dtype_, view_;
-  std::vector<py::object> states_;
-  py::object grad_enabled_, profiler_enabled_, increment_version_;
-  py::dict forward_ad_;
+  const py::list types_, states_;
+  const py::dict forward_ad_;
+  const py::object dtype_, view_, grad_enabled_, profiler_enabled_, increment_version_;
   std::vector<py::object> names_;
   py::tuple dtype_name_;
 };

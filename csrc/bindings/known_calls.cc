@@ -177,12 +177,13 @@ class KnownCalls {
     if (!arguments.read(*torch_, PySequence_Fast_ITEMS(given.ptr()), count)) return false;
     const int num_fresh = static_cast<int>(fresh.size());
     check_range("len(fresh)", num_fresh, 0, kMaxArguments);
-    for (const KnownLaunch& launch : known->launches) {
-      check_range("len(operands)", static_cast<int64_t>(launch.operands.size()), 0, kMaxArguments);
-      for (const int operand : launch.operands) {
+    const auto check_operands = [&](const std::vector<int>& operands) {
+      check_range("len(operands)", static_cast<int64_t>(operands.size()), 0, kMaxArguments);
+      for (const int operand : operands) {
         if (operand != kAbsent) check_range("operand", operand, -num_fresh, count - 1);
       }
-    }
+    };
+    for (const KnownLaunch& launch : known->launches) check_operands(launch.operands);
     for (const int result : results) check_range("result", result, -num_fresh, count - 1);
     check_range("len(results)", static_cast<int64_t>(results.size()), 1, kMaxArguments);
     const auto checked = [count](const FreshTuple& wanted) {
@@ -209,9 +210,7 @@ class KnownCalls {
     }
     if (follows.has_value()) {
       const auto& [function, operands, made] = *follows;
-      for (const int operand : operands) {
-        if (operand != kAbsent) check_range("operand", operand, -num_fresh, count - 1);
-      }
+      check_operands(operands);
       for (const int result : made) check_range("made", result, -num_fresh, -1);
       known->follows = FollowingStep{function, operands, made};
     }
@@ -446,14 +445,8 @@ void bind_known_calls(py::module_& m) {
   m.attr("ABSENT_OPERAND") = kAbsent;
   m.attr("LAUNCH_TABLE") = py::bytes(runtime::kLaunchTableName);  // name of the capsule
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
-      .def(py::init<py::object, py::list, py::object, py::object, std::vector<py::object>, py::object,
-                    py::object, py::object, py::dict>(),
-           "exchange_api"_a, "types"_a, "dtype"_a, "view"_a, "states"_a, "grad_enabled"_a,
-           "profiler_enabled"_a, "increment_version"_a, "forward_ad"_a,
-           "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. view: "
-           "makes "
-           "a tensor in the memory of another one, from that, sizes, strides and offset; or None. states: "
-           "functions that return something true if calls must go through torch's dispatcher.");
+      .def(py::init<py::object, py::kwargs>(), "exchange_api"_a,
+           "exchange_api: torch's DLPack exchange API.");
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t, py::str>(),

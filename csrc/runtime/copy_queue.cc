@@ -12,12 +12,10 @@ struct CopyQueue::Queue {
   bool announces = false;  // since the last call began
 
   Queue() {
-    FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
-    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
-    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
-    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&announced, cudaEventDisableTiming));
-    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    for (cudaStream_t* each : {&stream, &aside})
+      FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(each, cudaStreamNonBlocking));
+    for (cudaEvent_t* each : {&begin, &copied, &announced, &done})
+      FLUX_CUDA_CHECK(cudaEventCreateWithFlags(each, cudaEventDisableTiming));
   }
 
   static Queue& of_current_device() {

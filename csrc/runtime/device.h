@@ -22,28 +22,18 @@ inline int usable_sms(int given_sms) { return given_sms > 0 ? given_sms : num_sm
 // A launch that is limited to some of the SMs must not start early, because it would occupy other SMs meanwhile.
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 
-// Calls a function once per device. Use it as a static object.
-class OncePerDevice {
- public:
-  template <class Function>
-  void operator()(Function function) {
-    std::atomic<bool>& done = done_[current_device()];
-    if (done.load(std::memory_order_acquire)) return;
-    function();
-    done.store(true, std::memory_order_release);
-  }
-
- private:
-  std::atomic<bool> done_[kMaxDevices] = {};
-};
-
 // The kernels of a file, and how they are loaded on a device. A static object. A call that waits for peers loads all
 // there are before: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
 class Kernels {
  public:
   explicit Kernels(void (*load)()) : load_(load), next_(newest_) { newest_ = this; }
   Kernels(const Kernels&) = delete;
-  void load() { once_(load_); }
+  void load() {
+    std::atomic<bool>& loaded = loaded_[current_device()];
+    if (loaded.load(std::memory_order_acquire)) return;
+    load_();
+    loaded.store(true, std::memory_order_release);
+  }
   static void load_all() {
     for (Kernels* each = newest_; each != nullptr; each = each->next_) each->load();
   }
@@ -52,7 +42,7 @@ class Kernels {
   static inline Kernels* newest_ = nullptr;
   void (*const load_)();
   Kernels* const next_;
-  OncePerDevice once_;
+  std::atomic<bool> loaded_[kMaxDevices] = {};
 };
 
 }  // namespace flux::runtime

@@ -17,20 +17,12 @@ enum OpId : uint32_t {
   kReduceScatter,
 };
 
-struct NamedOp {
-  const char* name;
-  OpId id;
+// From the id 1 on.
+constexpr const char* kOpNames[] = {
+    "gemm_rs",        "ag_gemm",   "all_gather",          "gemm_ar",
+    "all_reduce",     "moe.route", "moe.ag_scatter_gemm", "moe.gemm_gather_rs",
+    "reduce_scatter",
 };
-constexpr NamedOp kOps[] = {
-    {"gemm_rs", kGemmRs},
-    {"ag_gemm", kAgGemm},
-    {"all_gather", kAllGather},
-    {"gemm_ar", kGemmAr},
-    {"all_reduce", kAllReduce},
-    {"moe.route", kRoute},
-    {"moe.ag_scatter_gemm", kAgScatterGemm},
-    {"moe.gemm_gather_rs", kGemmGatherRs},
-    {"reduce_scatter", kReduceScatter},
-};
+static_assert(sizeof(kOpNames) / sizeof(kOpNames[0]) == kReduceScatter);
 
 }  // namespace flux::runtime

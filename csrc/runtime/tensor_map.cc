@@ -8,12 +8,6 @@ namespace {
 
 thread_local KeptTensorMaps* kept_maps = nullptr;
 
-bool equal(const KeptTensorMaps::Geometry& a, const KeptTensorMaps::Geometry& b) {
-  return a.rows == b.rows && a.columns == b.columns && a.row_stride == b.row_stride && a.count == b.count &&
-         a.step == b.step && a.dimensions == b.dimensions && a.box_columns == b.box_columns &&
-         a.box_rows == b.box_rows && a.dtype == b.dtype && a.swizzle == b.swizzle;
-}
-
 // The driver refuses a thread without a context, which a thread of autograd is before its first call of the runtime.
 template <class Call>
 CUresult with_context(const Call& call) {
@@ -74,16 +68,9 @@ CUtensorMap encode(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swi
   const Matrix& matrix = matrices.first;
   const auto make = [&] { return encode_all(matrices, dtype, swizzle, box_columns, box_rows, dimensions); };
   if (kept_maps == nullptr) return make();
-  const KeptTensorMaps::Geometry geometry = {.rows = matrix.rows,
-                                             .columns = matrix.columns,
-                                             .row_stride = matrix.row_stride,
-                                             .count = matrices.count,
-                                             .step = matrices.step,
-                                             .dimensions = dimensions,
-                                             .box_columns = box_columns,
-                                             .box_rows = box_rows,
-                                             .dtype = dtype,
-                                             .swizzle = swizzle};
+  const KeptTensorMaps::Geometry geometry = {
+      matrix.rows, matrix.columns, matrix.row_stride, matrices.count,          matrices.step,
+      dimensions,  box_columns,    box_rows,          static_cast<int>(dtype), static_cast<int>(swizzle)};
   return kept_maps->next(matrix.data, geometry, make);
 }
 
@@ -100,7 +87,7 @@ template <class Make>
 CUtensorMap KeptTensorMaps::next(const void* address, const Geometry& geometry, const Make& make) {
   if (next_ == maps_.size()) maps_.push_back({nullptr, {}, {}});
   Kept& kept = maps_[next_++];
-  if (kept.address == nullptr || !equal(kept.geometry, geometry)) {
+  if (kept.address == nullptr || kept.geometry != geometry) {
     kept = {address, geometry, make()};
   } else if (kept.address != address) {
     kept.address = nullptr;  // until the address is replaced

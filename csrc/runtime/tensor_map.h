@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -59,12 +60,7 @@ class KeptTensorMaps {
     Scope(const Scope&) = delete;
   };
 
-  struct Geometry {
-    int64_t rows, columns, row_stride, count, step;
-    int dimensions, box_columns, box_rows;
-    DType dtype;
-    CUtensorMapSwizzle swizzle;
-  };
+  using Geometry = std::array<int64_t, 10>;  // what a map is made of, besides its address
   // The next map; make(map) encodes a whole one.
   template <class Make>
   CUtensorMap next(const void* address, const Geometry& geometry, const Make& make);

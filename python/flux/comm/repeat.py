@@ -229,11 +229,18 @@ def _torch() -> Any:
         _C._functorch.peek_interpreter_stack,
         _C._is_any_autocast_enabled,
     ]
-    profiling = _C._autograd._profiler_enabled
-    # What code that torch compiles makes its views with.
-    view = getattr(_C._dynamo.guards, "_reinterpret_tensor", None)
-    asked = (states, torch.is_grad_enabled, profiling, _C._increment_version, vars(forward_ad))
-    return _native.core.Torch(exchange_api, plain_types, torch.dtype, view, *asked)
+    return _native.core.Torch(
+        exchange_api,
+        types=plain_types,
+        dtype=torch.dtype,
+        # What code that torch compiles makes its views with.
+        view=getattr(_C._dynamo.guards, "_reinterpret_tensor", None),
+        states=states,
+        grad_enabled=torch.is_grad_enabled,
+        profiler_enabled=_C._autograd._profiler_enabled,
+        increment_version=_C._increment_version,
+        forward_ad=vars(forward_ad),
+    )
 
 
 @functools.cache
