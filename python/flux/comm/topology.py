@@ -58,10 +58,6 @@ class Topology:
         """The ranks of a node."""
         return range(node * self.ranks, (node + 1) * self.ranks)
 
-    def rail_ranks(self, local: int) -> range:
-        """The ranks of a rail, in the order of their nodes."""
-        return range(local, self.world_size, self.ranks)
-
     def __str__(self) -> str:
         return f"{self.nodes} nodes x {self.ranks}"
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flux import _invariance, _native
 from flux.comm.nodes.rail import NCCL_CTAS
-from flux.comm.topology import Topology
+from flux.comm.topology import Links, Topology
 from flux.comm.workspace import round_up
 from flux.plan import network_model
 from flux.plan.choose import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
@@ -27,12 +28,9 @@ CPU_PART_ROWS = 24
 CPU_NODE_SUM_BYTES = 1 << 10
 CPU_SHARD_BYTES = 1 << 14
 _FLAT = {
-    "gemm_rs": "torch.distributed.reduce_scatter_tensor",
-    "reduce_scatter": "torch.distributed.reduce_scatter_tensor",
-    "ag_gemm": "torch.distributed.all_gather_into_tensor",
-    "all_gather": "torch.distributed.all_gather_into_tensor",
-    "gemm_ar": "torch.distributed.all_reduce",
-    "all_reduce": "torch.distributed.all_reduce",
+    **dict.fromkeys(("gemm_rs", "reduce_scatter"), "torch.distributed.reduce_scatter_tensor"),
+    **dict.fromkeys(("ag_gemm", "all_gather"), "torch.distributed.all_gather_into_tensor"),
+    **dict.fromkeys(("gemm_ar", "all_reduce"), "torch.distributed.all_reduce"),
 }
 
 
@@ -54,6 +52,11 @@ class _Way:
     us: float = 0.0
 
 
+def _levels(problem: PlanInput) -> tuple[Topology, Links]:
+    assert problem.topology is not None
+    return problem.topology, problem.links
+
+
 def sent_by_scatter(nbytes: int, topology: Topology) -> int:
     """Bytes that each rank sends to other nodes, of a scattered tensor of so many bytes: the rows of its
     number in all other nodes. A gather of such a tensor sends as many.
@@ -65,8 +68,7 @@ def _pick(
     op: str, problem: PlanInput, ways: Iterable[_Way], flat_us: float, cpu: str, parts: int = 1
 ) -> Plan:
     """The plan of the way that the model expects to be the soonest; on CPUs that with the name `cpu`."""
-    topology = problem.topology
-    assert topology is not None
+    topology, links = _levels(problem)
     possible, forced = list(ways), problem.tuning.forced
     wanted = [way for way in possible if way.schedule == forced] or possible
     if problem.on_gpu:
@@ -84,7 +86,7 @@ def _pick(
         best.bytes_sent,
         best.us,
         flat_us,
-        problem.links,
+        links,
     )
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
@@ -99,6 +101,32 @@ def _pick(
     return problem.plan(op, True, found.reason, **facts)
 
 
+def _pick_by_rows(
+    op: str,
+    problem: PlanInput,
+    nbytes: int,
+    by_blocks: bool,
+    ways: Callable[[], Iterable[tuple[str, int, float]]],
+    parts: Sequence[int] = (1,),
+) -> Plan:
+    """The plan of a scatter or gather of a tensor of so many bytes, of which all ways send as many.
+
+    Args:
+        ways: on GPUs the schedules, in how many parts, and microseconds.
+        by_blocks, parts: on CPUs whether the rows of each node have launches of their own, and in how many
+            parts they can travel, what is best first.
+    """
+    topology, links = _levels(problem)
+    sent = sent_by_scatter(nbytes, topology)
+    if problem.on_gpu:
+        gemm = _gemm_us(problem, problem.sms) if op in ("gemm_rs", "ag_gemm") else 0.0
+        flat = network_model.flat_us(gemm, nbytes, topology, links)
+        return _pick(op, problem, [_Way(name, count, sent, us) for name, count, us in ways()], flat, "")
+    found = [*(_Way("blocks", count, sent) for count in parts), _Way("one launch", 1, sent)]
+    name, count = ("blocks", parts[0]) if by_blocks else ("one launch", 1)
+    return _pick(op, problem, found, 0.0, name, count)
+
+
 def _by_model(problem: PlanInput) -> bool:
     """Whether the model decides between two-level and flat, which is not batch invariant."""
     return problem.nodes_way == "auto" and problem.tuning.forced is None and not _invariance.active()
@@ -110,17 +138,9 @@ def _refused(op: str, problem: PlanInput, reason: str) -> Plan:
 
 def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
     """A problem of the ranks of a node, in a launch that leaves SMs free."""
-    assert problem.topology is not None
-    free = NCCL_CTAS if problem.on_gpu else 0
-    ranks = problem.topology.ranks
-    return replace(
-        problem,
-        topology=None,
-        world_size=ranks,
-        num_sms=max(problem.num_sms - free, 0),
-        left_free=free,
-        **sizes,
-    )
+    ranks, free = _levels(problem)[0].ranks, NCCL_CTAS if problem.on_gpu else 0
+    sizes |= {"topology": None, "world_size": ranks, "left_free": free}
+    return replace(problem, num_sms=max(problem.num_sms - free, 0), **sizes)
 
 
 def _inside_fused(op: str, problem: PlanInput) -> str | None:
@@ -142,8 +162,7 @@ def _gemm_us(problem: PlanInput, sms: int) -> float:
 
 def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     """A launch of gemm_rs or ag_gemm inside a node, of `rows` rows of the node's ranks together."""
-    topology, links, core = problem.topology, problem.links, _native.core
-    assert topology is not None
+    (topology, links), core = _levels(problem), _native.core
     ranks, sms = topology.ranks, problem.sms - (NCCL_CTAS if free else 0)
     if ranks == 1:
         return _gemm_us(replace(problem, m=rows), sms)
@@ -169,21 +188,16 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
 def plan_gemm_rs(problem: PlanInput) -> Plan:
     """The plan of a GEMM+ReduceScatter."""
     fused, reason = can_run_fused("gemm_rs", problem)
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     if not fused:
         return _refused("gemm_rs", problem, reason)
     if why_not := _inside_fused("gemm_rs", _inside(problem, m=m // nodes)):
         return _refused("gemm_rs", problem, why_not)
     shard = m // topology.world_size
-    block_bytes, sent = shard * n * itemsize, sent_by_scatter(m * n * itemsize, topology)
+    block_bytes = shard * n * itemsize
 
-    def ways() -> Iterable[_Way]:
-        if not problem.on_gpu:
-            yield from (_Way("blocks", parts, sent) for parts in _PARTS if shard % parts == 0)
-            yield _Way("one launch", 1, sent)
-            return
+    def ways() -> Iterable[tuple[str, int, float]]:
         add = network_model.sum_us(block_bytes, nodes)
         own = _launch_us("gemm_rs", problem, m // nodes, free=True)
         for parts in _PARTS:
@@ -198,23 +212,16 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
             )
             launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
             transfers = [block_bytes / parts] * len(launches)
-            yield _Way("blocks", parts, sent, network_model.scatter_us(launches, transfers, own, add, links))
+            yield "blocks", parts, network_model.scatter_us(launches, transfers, own, add, links)
         whole = _launch_us("gemm_rs", problem, m, free=False)
         copied = network_model.moved_us(m * problem.k * problem.dtype.itemsize)
         crossing = network_model.crossing_us((nodes - 1) * block_bytes, links)
-        yield _Way("one launch", 1, sent, copied + whole + crossing + add)
+        yield "one launch", 1, copied + whole + crossing + add
 
-    flat = 0.0
-    if problem.on_gpu:
-        flat = network_model.flat_us(_gemm_us(problem, problem.sms), m * n * itemsize, topology, links)
-    by_blocks = shard >= CPU_BLOCK_ROWS
-    parts = next((parts for parts in (4, 2) if shard % parts == 0 and shard >= parts * CPU_PART_ROWS), 1)
-    return _pick("gemm_rs", problem, ways(), flat, "blocks" if by_blocks else "one launch", parts)
-
-
-def plan_ag_gemm(problem: PlanInput) -> Plan:
-    """The plan of an AllGather+GEMM."""
-    return _plan_gather("ag_gemm", problem)
+    possible = [parts for parts in _PARTS if shard % parts == 0]
+    best = max(parts for parts in possible if parts == 1 or shard >= parts * CPU_PART_ROWS)
+    possible.sort(key=lambda parts: parts != best)
+    return _pick_by_rows("gemm_rs", problem, m * n * itemsize, shard >= CPU_BLOCK_ROWS, ways, possible)
 
 
 def plan_all_gather(problem: PlanInput) -> Plan:
@@ -224,47 +231,35 @@ def plan_all_gather(problem: PlanInput) -> Plan:
 
 def _plan_gather(op: str, problem: PlanInput) -> Plan:
     fused, reason = can_run_fused(op, problem if op == "ag_gemm" else replace(problem, n=1))
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     m, k, nodes, itemsize = problem.m, problem.k, topology.nodes, problem.dtype.itemsize
     if not fused:
         return _refused(op, problem, reason)
     for rows in (m // nodes, m):
         if why_not := _inside_fused(op, _inside(problem, m=rows)):
             return _refused(op, problem, why_not)
-    shard_bytes, sent = m // topology.world_size * k * itemsize, sent_by_scatter(m * k * itemsize, topology)
+    shard_bytes = m // topology.world_size * k * itemsize
 
     def launch(rows: int, free: bool) -> float:
         if op == "ag_gemm":
             return _launch_us(op, problem, rows, free)
         return network_model.collective_us(rows * k * itemsize, topology, links)
 
-    def ways() -> Iterable[_Way]:
-        if not problem.on_gpu:
-            yield from (_Way(name, 1, sent) for name in ("blocks", "one launch"))
-            return
+    def ways() -> Iterable[tuple[str, int, float]]:
         own, last = launch(m // nodes, True), launch(m // nodes, False)
         launches = [own] * (nodes - 2) + [last]
-        yield _Way(
-            "blocks", 1, sent, network_model.gather_us([shard_bytes] * (nodes - 1), launches, own, links)
-        )
+        yield "blocks", 1, network_model.gather_us([shard_bytes] * (nodes - 1), launches, own, links)
         columns = problem.n if op == "ag_gemm" else k
         copied = network_model.moved_us(m * columns * itemsize)
         crossing = network_model.crossing_us((nodes - 1) * shard_bytes, links)
-        yield _Way("one launch", 1, sent, crossing + launch(m, False) + copied)
+        yield "one launch", 1, crossing + launch(m, False) + copied
 
-    flat = 0.0
-    if problem.on_gpu:
-        gemm = _gemm_us(problem, problem.sms) if op == "ag_gemm" else 0.0
-        flat = network_model.flat_us(gemm, m * k * itemsize, topology, links)
-    by_blocks = m // topology.world_size >= CPU_BLOCK_ROWS
-    return _pick(op, problem, ways(), flat, "blocks" if by_blocks else "one launch")
+    return _pick_by_rows(op, problem, m * k * itemsize, m // topology.world_size >= CPU_BLOCK_ROWS, ways)
 
 
 def plan_reduce_scatter(problem: PlanInput) -> Plan:
     """The plan of a ReduceScatter of m * n elements. k does not matter."""
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     elements = problem.m * problem.n
     problem = replace(
         problem, m=topology.world_size, n=elements // topology.world_size, k=0, transpose_weight=False
@@ -272,26 +267,20 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
     share, nodes, itemsize = problem.n, topology.nodes, problem.dtype.itemsize
     if why_not := _inside_sums_fused("reduce_scatter", problem, topology.ranks, share):
         return _refused("reduce_scatter", problem, why_not)
-    sent = sent_by_scatter(elements * itemsize, topology)
 
-    def ways() -> Iterable[_Way]:
-        if not problem.on_gpu:
-            yield from (_Way(name, 1, sent) for name in ("blocks", "one launch"))
-            return
+    def ways() -> Iterable[tuple[str, int, float]]:
         launch = network_model.collective_us(elements // nodes * itemsize, topology, links)
         add = network_model.sum_us(share * itemsize, nodes)
         transfers = [share * itemsize] * (nodes - 1)
-        us = network_model.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
-        yield _Way("blocks", 1, sent, us)
+        yield "blocks", 1, network_model.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
         if not _inside_sums_fused("reduce_scatter", problem, topology.ranks, nodes * share):
             whole = network_model.collective_us(elements * itemsize, topology, links)
             copied = network_model.moved_us(elements * itemsize)
             crossing = network_model.crossing_us(sum(transfers), links)
-            yield _Way("one launch", 1, sent, copied + whole + crossing + add)
+            yield "one launch", 1, copied + whole + crossing + add
 
-    flat = network_model.flat_us(0.0, elements * itemsize, topology, links) if problem.on_gpu else 0.0
     by_blocks = share * itemsize >= CPU_NODE_SUM_BYTES
-    return _pick("reduce_scatter", problem, ways(), flat, "blocks" if by_blocks else "one launch")
+    return _pick_by_rows("reduce_scatter", problem, elements * itemsize, by_blocks, ways)
 
 
 def _inside_sums_fused(op: str, problem: PlanInput, m: int, n: int) -> str | None:
@@ -312,8 +301,7 @@ def padded(elements: int, topology: Topology) -> int:
 
 def plan_all_reduce(problem: PlanInput) -> Plan:
     """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     elements, nodes, ranks = problem.m * problem.n, topology.nodes, topology.ranks
     problem = replace(problem, m=1, n=elements, k=0, transpose_weight=False)
     itemsize = problem.dtype.itemsize
@@ -342,15 +330,9 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
     return _pick("all_reduce", problem, ways, flat, _cpu_sum(nbytes, ways))
 
 
-def plan_all_reduce_norm(problem: PlanInput) -> Plan:
-    """The plan of an AllReduce of m rows of n elements with RMSNorm, which follows the sum."""
-    return plan_all_reduce(problem)
-
-
 def plan_gemm_ar(problem: PlanInput) -> Plan:
     """The plan of a GEMM+AllReduce. Ranks share as many whole rows as they can; others go as node sums."""
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return _refused("gemm_ar", problem, reason)
@@ -392,8 +374,7 @@ def _of_sums(problem: PlanInput) -> PlanInput:
 
 
 def _shared_bytes(name: str, problem: PlanInput) -> int:
-    topology = problem.topology
-    assert topology is not None
+    topology, _ = _levels(problem)
     nbytes = problem.m * problem.n * problem.result_dtype.itemsize
     if name == "shards":
         return (topology.nodes - 1) * nbytes // topology.ranks
@@ -402,8 +383,7 @@ def _shared_bytes(name: str, problem: PlanInput) -> int:
 
 def _shared_us(name: str, problem: PlanInput) -> tuple[float, int]:
     """Microseconds and bytes of a GEMM+AllReduce whose rows the ranks of a node, or all ranks, share."""
-    topology, links = problem.topology, problem.links
-    assert topology is not None
+    topology, links = _levels(problem)
     nbytes, sent = problem.m * problem.n * problem.result_dtype.itemsize, _shared_bytes(name, problem)
     gathered = network_model.collective_us(nbytes, topology, links)
     if name == "shards":
@@ -428,11 +408,11 @@ def _cpu_sum(nbytes: int, ways: list[_Way]) -> str:
 
 NODES_PLANNERS |= {
     "gemm_rs": plan_gemm_rs,
-    "ag_gemm": plan_ag_gemm,
+    "ag_gemm": functools.partial(_plan_gather, "ag_gemm"),
     "all_gather": plan_all_gather,
     "gemm_ar": plan_gemm_ar,
     "gemm_ar_norm": plan_gemm_ar,
     "all_reduce": plan_all_reduce,
-    "all_reduce_norm": plan_all_reduce_norm,
+    "all_reduce_norm": plan_all_reduce,  # the norm follows the sum
     "reduce_scatter": plan_reduce_scatter,
 }

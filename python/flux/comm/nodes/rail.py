@@ -8,7 +8,8 @@ docs/design/nodes.md has what a further one needs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -77,9 +78,7 @@ class Rail(ABC):
 
     @abstractmethod
     def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
-        """Sends to one node and receives from another. A pair of nodes may have several transfers on their
-        way, up to MAX_IN_FLIGHT.
-        """
+        """Sends to one node and receives from another. A pair may have eight transfers on their way."""
 
     def gather(self, x: Tensor, out: Tensor) -> Transfer:
         """out [nodes, ...]: x of every node."""
@@ -99,10 +98,6 @@ class Rail(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all transfers, also those on their way, without waiting for other ranks."""
-
-
-# Parts in which the rows of a node may travel, each as a transfer.
-MAX_IN_FLIGHT = 8
 
 
 def shifts(nodes: int, node: int) -> list[tuple[int, int]]:
@@ -141,14 +136,10 @@ class GlooRail(Rail):
             return Together([])
         if self._backend is None:
             raise RailError(source, "the rail is closed")
-        try:
+        with _naming(source):
             coming = self._backend.recv([receive], source, self._count)
-        except RuntimeError as error:
-            raise RailError(source, _first_line(error)) from error
-        try:
+        with _naming(to):
             going = self._backend.send([send], to, self._count)
-        except RuntimeError as error:
-            raise RailError(to, _first_line(error)) from error
         # `receive` first: a node that has not come is better named by what it owes.
         return Together([_GlooWork(coming, source, self._deadline), _GlooWork(going, to, self._deadline)])
 
@@ -165,14 +156,17 @@ class _GlooWork:
         self._deadline = deadline
 
     def wait(self) -> None:
-        try:
+        with _naming(self._node):
             self._work.wait(self._deadline)
-        except RuntimeError as error:
-            raise RailError(self._node, _first_line(error)) from error
 
 
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _naming(node: int) -> Iterator[None]:
+    """Makes errors of gloo those of a node."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RailError(node, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
 
 
 class NcclRail(Rail):
