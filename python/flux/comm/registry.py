@@ -148,11 +148,7 @@ def _of_nodes(workspace: NodesWorkspace, op: str) -> NodesWorkspace:
     """Completes the workspace of a group of several nodes, whose own node has a group and a workspace of its
     own.
     """
-
-    def get_in_turn(part: ProcessGroup, device: torch.device, op: str) -> Workspace:
-        return in_turn(part, device, get, part, device, op)
-
-    workspace.join(op, get_in_turn, release)
+    workspace.join(op, lambda part, device, op: in_turn(part, device, get, part, device, op), release)
     return workspace
 
 

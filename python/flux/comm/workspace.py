@@ -112,15 +112,8 @@ ON_ALL_RANKS = (Disagreement, NoSharedMemory, NotInvariant)
 
 def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
     """Facts of a call that must be equal on all ranks, as JSON values. contents: with digests of tensors."""
-    facts: dict[str, Any] = {
-        "op": call.op,
-        "m": call.m,
-        "n": call.n,
-        "k": call.k,
-        "dtype": str(call.dtype),
-        "transpose_weight": call.transpose_weight,
-        "config": call.config,
-    }
+    names = ("op", "m", "n", "k", "dtype", "transpose_weight", "config")
+    facts: dict[str, Any] = {name: getattr(call, name) for name in names} | {"dtype": str(call.dtype)}
     if call.scaling is not None:
         facts["scaling"] = str(call.scaling)
     if _invariance.active():
@@ -267,12 +260,8 @@ class Workspace(ABC):
             return uneven
         if self.world_size > MAX_WORLD_SIZE:
             return f"the group has {self.world_size} ranks, fused operators serve at most {MAX_WORLD_SIZE}"
-        for rank, fact in enumerate(facts):
-            if fact["why_not"] is not None:
-                return f"rank {rank}: {fact['why_not']}"
-            for key in ("host", "backend"):
-                if fact[key] != facts[0][key]:
-                    return f"ranks 0 and {rank} differ in {key}: {facts[0][key]!r}, {fact[key]!r}"
+        if why_not := unfit(facts, "host", "backend"):
+            return why_not
         # A rank knows only whether it can write to its peers. If any rank cannot, all run unfused.
         seen = self._tell(op, {"why_not": self._unreachable(facts)})
         return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
@@ -390,6 +379,17 @@ class Workspace(ABC):
     def release(self) -> None:
         """Waits until no rank uses the buffers; after a failure, only announces that this rank does not."""
         self._rendezvous.leave("release", wait=self.failure is None and self.turn.broken_by is None)
+
+
+def unfit(facts: list[dict[str, Any]], *alike: str) -> str | None:
+    """Why ranks that told such facts cannot run fused, or None. alike: facts that must be equal."""
+    for rank, fact in enumerate(facts):
+        if fact["why_not"] is not None:
+            return f"rank {rank}: {fact['why_not']}"
+        for key in alike:
+            if fact[key] != facts[0][key]:
+                return f"ranks 0 and {rank} differ in {key}: {facts[0][key]!r}, {fact[key]!r}"
+    return None
 
 
 def broken_off(group: ProcessGroup, by: str) -> RuntimeError:

@@ -78,15 +78,7 @@ def _pick(
         best = (usual or wanted)[0]
     sms = NCCL_CTAS if problem.on_gpu else 0
     found = TwoLevel(
-        topology,
-        problem.engine,
-        best.schedule,
-        best.parts,
-        sms,
-        best.bytes_sent,
-        best.us,
-        flat_us,
-        links,
+        topology, problem.engine, best.schedule, best.parts, sms, best.bytes_sent, best.us, flat_us, links
     )
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()

@@ -168,10 +168,7 @@ def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future
     ("end", "code"), [(KeyboardInterrupt(), 130), (SystemExit(130), 130), (SystemExit(2), 2)]
 )
 def test_every_command_ends_like_that(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    end: BaseException,
-    code: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: BaseException, code: int
 ) -> None:
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=end))
     with pytest.raises(SystemExit) as caught:

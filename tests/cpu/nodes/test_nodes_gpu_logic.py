@@ -66,8 +66,7 @@ def test_calls_of_nccl_rails() -> None:
 class Transfer:
     """A transfer in any state."""
 
-    def __init__(self) -> None:
-        self.started = self.finished = self.poisoned = False
+    started = finished = poisoned = False
 
     def has_started(self) -> bool:
         return self.started
@@ -171,27 +170,25 @@ class Recorder(Rail):
         self._log.append("close")
 
 
+class Alone(Workspace):
+    """A workspace of a node that can be made without peers, on a GPU of 132 SMs."""
+
+    handshake = _allocate = _unreachable = calling = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.num_sms, self._plans, self._plans_left_free = 132, ({}, {}), {}
+
+
 def stand_in(schedule: str, parts: int, nodes: int, log: list[str]) -> tuple[NodesWorkspace, Plan]:
     workspace: Any = NodesWorkspace.__new__(NodesWorkspace)
-    inner: Any = Workspace.__new__(rails_workspace())
-    inner.num_sms, inner._plans, inner._plans_left_free = 132, ({}, {}), {}
     workspace.topology, workspace.node, workspace.local = Topology(nodes, 2), 1, 0
-    workspace.rail, workspace.inner = Recorder(nodes, 1, log), inner
+    workspace.rail, workspace.inner = Recorder(nodes, 1, log), Alone()
     workspace.rank = 2
     levels = TwoLevel(workspace.topology, "NCCL", schedule, parts, 4, 0, 1.0, 2.0, SimpleNamespace())  # type: ignore[arg-type]
     plan = Plan(
         "gemm_rs", 8, 4, 4, torch.bfloat16, 2 * nodes, False, True, "", "", way="two-level", levels=levels
     )
     return workspace, plan
-
-
-def rails_workspace() -> type[Workspace]:
-    """A workspace that can be made without peers."""
-
-    class Alone(Workspace):
-        handshake = _allocate = _unreachable = calling = None  # type: ignore[assignment]
-
-    return Alone
 
 
 def test_launches_and_transfers_of_a_scatter() -> None:
@@ -210,15 +207,8 @@ def test_launches_and_transfers_of_a_scatter() -> None:
     x = torch.arange(3).repeat_interleave(4)[:, None].float()  # the node that owns each row
     out = torch.empty(2, 4)
     two_level.scatter(workspace, plan, len(x), inside, out, [torch.full((4,), 0.5)])
-    assert log == [
-        "launch 2 on 132 SMs",
-        "swap 2 0",
-        "launch 0 on 128 SMs",
-        "swap 0 2",
-        "launch 1 on 128 SMs",
-        "wait 0",
-        "wait 2",
-    ]
+    sent = ["launch 2 on 132 SMs", "swap 2 0", "launch 0 on 128 SMs", "swap 0 2"]
+    assert log == [*sent, "launch 1 on 128 SMs", "wait 0", "wait 2"]
     assert (out == 0 + 100.0 + 2 + 0.5).all() and inner.num_sms == 132
 
 
@@ -235,15 +225,8 @@ def test_launches_and_transfers_of_a_gather() -> None:
 
     out = torch.empty(12, 4)
     two_level.gather(workspace, plan, torch.full((2, 4), 1.0), inside, [out])
-    assert log == [
-        "swap 2 0",
-        "swap 0 2",
-        "launch 1 on 128 SMs",
-        "wait 0",
-        "launch 0 on 128 SMs",
-        "wait 2",
-        "launch 2 on 132 SMs",
-    ]
+    arrived = ["wait 0", "launch 0 on 128 SMs", "wait 2", "launch 2 on 132 SMs"]
+    assert log == ["swap 2 0", "swap 0 2", "launch 1 on 128 SMs", *arrived]
     assert out[:, 0].tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
 
 
@@ -263,8 +246,7 @@ def test_rows_of_a_part_are_those_of_every_rank_of_the_node() -> None:
 
 
 def test_launches_that_leave_sms_free_have_plans_of_their_own() -> None:
-    workspace = Workspace.__new__(rails_workspace())
-    workspace.num_sms, workspace._plans, workspace._plans_left_free = 132, ({}, {}), {}
+    workspace = Alone()
     workspace.plans["a problem"] = "on all SMs"
     with workspace.leaving_free(4):
         assert (workspace.num_sms, workspace.left_free) == (128, 4) and workspace.plans == {}
@@ -313,11 +295,18 @@ def test_the_kernel_that_adds_nodes_gets_the_right_rows(
     assert torch.equal(out, want.expand(3, 8).bfloat16())
 
 
-def test_calls_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_gpus(opened: Callable[[], object]) -> Any:
+    """The workspace of a group on 2 nodes of 8 GPUs. opened: what happens when peers hear of a call."""
     workspace: Any = NodesWorkspace.__new__(NodesWorkspace)
-    workspace.failure, workspace.rail = None, object()
-    workspace.turn = SimpleNamespace(broken_by=None, open=lambda: pytest.fail("peers have heard of the call"))
+    workspace.failure, workspace.rail, workspace._calls = None, object(), 0
+    workspace.turn = SimpleNamespace(broken_by=None, open=opened)
     workspace.device, workspace.topology = torch.device("cuda", 0), Topology(2, 8)
+    workspace._largest, workspace.compares_contents = {}, False
+    return workspace
+
+
+def test_calls_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = on_gpus(lambda: pytest.fail("peers have heard of the call"))
     workspace.group = SimpleNamespace(group_name="tp")
     monkeypatch.setattr("flux.comm.nodes.workspace.groups.name_of", lambda group: "tp")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -327,31 +316,23 @@ def test_calls_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
         pytest.fail("was launched")
 
 
-def meets(workspace: Any) -> Callable[..., list[str]]:
+def compared(workspace: Any, *rows: int) -> list[int]:
     """Which calls a workspace of GPUs compares over its store, of calls with these rows."""
-
-    def compared(*rows: int) -> list[str]:
-        found: list[str] = []
-        workspace._meet = lambda op, facts: found.append(f"{facts['m']}") or [facts]
-        for m in rows:
-            call = Plan("gemm_rs", m, 8, 8, torch.bfloat16, 4, False, True, "", "")
-            with workspace.calling(call, {}):
-                pass
-        return found
-
-    return compared
+    found: list[int] = []
+    workspace._meet = lambda op, facts: found.append(facts["m"]) or [facts]
+    for m in rows:
+        call = Plan("gemm_rs", m, 8, 8, torch.bfloat16, 4, False, True, "", "")
+        with workspace.calling(call, {}):
+            pass
+    return found
 
 
 def test_gpus_compare_calls_that_may_grow_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    workspace: Any = NodesWorkspace.__new__(NodesWorkspace)
-    workspace.failure, workspace.rail, workspace._calls = None, object(), 0
-    workspace.turn = SimpleNamespace(broken_by=None, open=lambda: None)
-    workspace.device, workspace.topology = torch.device("cuda", 0), Topology(2, 2)
-    workspace._largest, workspace.compares_contents = {}, False
+    workspace = on_gpus(lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert meets(workspace)(64, 64, 32, 128, 64) == ["64", "128"]
+    assert compared(workspace, 64, 64, 32, 128, 64) == [64, 128]
     workspace.compares_contents = True  # FLUX_DEBUG=compare
-    assert meets(workspace)(64, 32) == ["64", "32"]
+    assert compared(workspace, 64, 32) == [64, 32]
 
 
 class OnCpu:

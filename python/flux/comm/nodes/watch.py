@@ -36,10 +36,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        someone_failed: Callable[[], int | None],
-        give_up: Callable[[str], None],
+        self, timeout_s: float, someone_failed: Callable[[], int | None], give_up: Callable[[str], None]
     ) -> None:
         self._timeout_s = timeout_s
         self._someone_failed = someone_failed

@@ -29,6 +29,7 @@ from flux.comm.workspace import (
     agreed,
     call_facts,
     compare_calls,
+    unfit,
 )
 from flux.errors import CommTimeoutError
 from flux.measured.times import NO_FACTS
@@ -98,13 +99,7 @@ class NodesWorkspace(Workspace):
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
         if self.topology.ranks > MAX_WORLD_SIZE:
             return f"a node has {self.topology.ranks} ranks, fused operators serve at most {MAX_WORLD_SIZE}"
-        for rank, fact in enumerate(facts):
-            if fact["why_not"] is not None:
-                return f"rank {rank}: {fact['why_not']}"
-            if fact["backend"] != facts[0]["backend"]:
-                told = f"{facts[0]['backend']!r}, {fact['backend']!r}"
-                return f"ranks 0 and {rank} differ in backend: {told}"
-        return None
+        return unfit(facts, "backend")
 
     def join(
         self,
@@ -390,12 +385,7 @@ class _Board:
 
 def _agreed_links(op: str, facts: Sequence[dict[str, Any]]) -> Links:
     told = [topology.links_of(fact["links"], f"{op}: rank {rank}") for rank, fact in enumerate(facts)]
-    for rank, links in enumerate(told):
-        if links != told[0]:
-            raise Disagreement(
-                f"{op}: FLUX_LINKS: expected the same rates on all ranks, got {told[0]} on rank 0, {links} "
-                f"on rank {rank}"
-            )
+    agreed(op, [{"links": links} for links in told], "links", "FLUX_LINKS")
     return told[0]
 
 
