@@ -28,8 +28,7 @@ SANITIZED := build/sanitize
 SANITIZERS = $(foreach library,asan stdc++,$(shell $(CXX) -print-file-name=lib$(library).so))
 # What runs C++ of _core: plans, orders, routing, exchanges, shared memory, and the operators on up to three ranks.
 SANITIZED_TESTS := $(addprefix tests/cpu/kernels/test_,sanitizers.py core_bindings.py plans.py moe_plan.py exchange.py) \
-  $(addprefix tests/cpu/operators/test_,gemm_rs.py::test_gemm_rs ag_gemm.py::test_ag_gemm gemm_ar.py::test_gemm_ar) \
-  tests/cpu/comm/test_shm.py tests/cpu/moe/test_moe.py::test_moe_is_exact
+  tests/cpu/operators/test_dense.py::test_between_processes tests/cpu/comm/test_shm.py tests/cpu/moe/test_moe.py::test_moe_is_exact
 SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=

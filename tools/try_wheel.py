@@ -21,10 +21,11 @@ HELPERS = (
     "tests/conftest.py",
     "tests/helpers/effort.py",
     "tests/helpers/cases.py",
+    "tests/helpers/dense_forms.py",
 )
 TESTS = (
     "tests/wheel/test_wheel.py",
-    "tests/cpu/operators/test_gemm_rs.py",
+    "tests/cpu/operators/test_dense.py",
     "tests/cpu/moe/test_moe.py::test_moe_is_exact",
     "tests/cpu/operators/test_import.py",
 )

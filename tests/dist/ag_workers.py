@@ -3,54 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from dist_workers import DTYPES, differs, raises_in_capture, unfused_kinds
+from dist_workers import DTYPES, differs, raises_in_capture
 
 import flux
 from flux.testing import AgGemmCase, GemmRsCase
-
-# Rows of a shard, n, k. The last two have shards of 8 MiB and more: copy engines carry those.
-SHAPES = [
-    (1, 8, 8),
-    (64, 64, 64),
-    (127, 200, 72),
-    (129, 264, 520),
-    (512, 1024, 1032),
-    (1024, 512, 4096),
-    (1100, 264, 4104),
-]
-
-
-def exact(rank: int, world_size: int) -> list[str]:
-    told = []
-    for number, (rows, n, k) in enumerate(SHAPES):
-        for flags in range(4):
-            dtype, transpose_weight, bias = DTYPES[(number + flags) % 2], flags & 1 == 1, flags & 2 == 2
-            case = AgGemmCase(rows * world_size, n, k, world_size, dtype, transpose_weight, bias, flags)
-            x, weight, b = case.inputs(rank, "cuda")
-            expected, everything = case.expected(rank, "cuda"), case.gathered("cuda")
-            layout = {"transpose_weight": transpose_weight}
-            for _ in range(3):
-                out, gathered = torch.full_like(expected, 7), torch.full_like(everything, 7)
-                told += differs(case, flux.ag_gemm(x, weight, b, **layout), expected)
-                flux.ag_gemm(x, weight, b, out=out, **layout)
-                told += differs(f"out of {case}", out, expected)
-                result, rows_of_all = flux.ag_gemm(x, weight, b, return_gathered=True, **layout)
-                told += differs(f"with gathered {case}", result, expected)
-                told += differs(f"gathered {case}", rows_of_all, everything)
-                told += differs(f"all_gather {case}", flux.all_gather(x), everything)
-                flux.all_gather(x, out=gathered)
-                told += differs(f"out of all_gather {case}", gathered, everything)
-    # Neither way may have been tested by the other.
-    for rows, n, k in SHAPES:
-        plan = flux.explain("ag_gemm", rows * world_size, n, k)
-        if not plan.by_flux or plan.copied != (rows >= 1024):
-            told.append(str(plan))
-    flux.check()
-    return told
 
 
 def several_weights(rank: int, world_size: int) -> list[str]:
@@ -87,24 +46,25 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
     small = [AgGemmCase(m, 520, 136, world_size, bias=True, seed=seed) for seed in range(3)]
     # Beside the graph copy engines carry it; in the graph, which the host does not count, they cannot.
     large = [AgGemmCase(1030 * world_size, 264, 4096, world_size, seed=seed) for seed in range(3)]
-    scattered = [GemmRsCase(m, 520, 136, world_size, seed=seed) for seed in range(3)]
+    scattered = [GemmRsCase(m, 520, 136, world_size, bias=True, seed=seed) for seed in range(3)]
 
     def all_inputs(number: int) -> list[torch.Tensor]:
         cases: tuple[Any, ...] = (small[number], large[number], scattered[number])
         return [t for case in cases for t in case.inputs(rank, "cuda") if t is not None]
 
-    static = x, weight, bias, large_x, large_weight, partial_x, partial_weight = all_inputs(0)
-    told += raises_in_capture(lambda: flux.ag_gemm(x, weight, bias))
+    static = x, weight, bias, large_x, large_weight, *partials = all_inputs(0)
+    for call in (lambda: flux.ag_gemm(x, weight, bias), lambda: flux.gemm_rs(*partials)):
+        told += raises_in_capture(call)
     flux.reserve(max_m=large[0].m, max_n=520, max_k=4096)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first = flux.ag_gemm(x, weight, bias)
         second, gathered = flux.ag_gemm(x, weight, bias, return_gathered=True)
         several = flux.ag_gemm(x, [weight, weight])
-        reduced = flux.gemm_rs(partial_x, partial_weight)
+        reduced = flux.gemm_rs(*partials), flux.gemm_rs(*partials)
         big = flux.ag_gemm(large_x, large_weight)
         alone = flux.all_gather(large_x)
-    outputs = (first, second, gathered, *several, reduced, big, alone)
+    outputs = (first, second, gathered, *several, *reduced, big, alone)
     for number in range(min(replays, 30)):
         which = number % 3
         for old, new in zip(static, all_inputs(which), strict=True):
@@ -119,11 +79,14 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
         told += differs(f"{what} gathered", gathered, case.gathered("cuda"))
         for result in several:
             told += differs(f"{what} {plain}", result, plain.expected(rank, "cuda"))
-        told += differs(f"{what} gemm_rs", reduced, scattered[which].expected(rank, "cuda"))
+        total = scattered[which].expected(rank, "cuda")
+        for result in reduced:
+            told += differs(f"{what} gemm_rs", result, total)
         told += differs(f"{what} {large[which]}", big, large[which].expected(rank, "cuda"))
         told += differs(f"{what} all_gather", alone, large[which].gathered("cuda"))
         if number % 7 == 3:
             told += differs("eager", flux.ag_gemm(x, weight, bias), case.expected(rank, "cuda"))
+            told += differs("eager", flux.gemm_rs(*partials), total)
             told += differs("eager", flux.ag_gemm(large_x, large_weight), large[which].expected(rank, "cuda"))
         if number % 7 == 5:
             # Data that does get rounded: the kernel must be the same in a graph.
@@ -142,6 +105,3 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
             told += differs(wide, flux.gemm_rs(wide_x, wide_weight), wide.expected(rank, "cuda"))
     flux.check()
     return told
-
-
-ONLY = [several_weights, partial(unfused_kinds, op="ag_gemm")]

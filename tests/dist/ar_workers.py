@@ -6,16 +6,12 @@ import random
 
 import torch
 import torch.distributed as dist
-from dist_workers import DTYPES, differs, raises_in_capture
+from dist_workers import DTYPES, SHAPES, differs, raises_in_capture
 
 import flux
 from flux.ops import gemm as products
 from flux.ops import gemm_ar as ops
 from flux.testing import GemmRsCase, tolerance
-
-# m, n, k: few rows in small tiles that share K, one-shot; and as many as take the large ones, two-shot.
-SHAPES = [(1, 8, 8), (1, 4096, 1032), (7, 264, 72), (16, 8192, 2048), (64, 1024, 520), (130, 264, 136)]
-SHAPES += [(256, 4096, 512), (1000, 2048, 264)]
 
 
 def not_everywhere(what: object, result: torch.Tensor) -> list[str]:
@@ -27,44 +23,10 @@ def not_everywhere(what: object, result: torch.Tensor) -> list[str]:
     return [] if same else [f"{what}: not the same on all ranks"]
 
 
-def exact(rank: int, world_size: int) -> list[str]:
-    told = []
-    for number, (m, n, k) in enumerate(SHAPES):
-        for flags in range(4):
-            dtype, transpose_weight, bias = DTYPES[(number + flags) % 2], flags & 1 == 1, flags & 2 == 2
-            case = GemmRsCase(m, n, k, world_size, dtype, transpose_weight, bias, flags)
-            x, weight, b = case.inputs(rank, "cuda")
-            expected = case.expected_sum("cuda")
-            out = torch.full_like(expected, 7)
-            residual = case.residual("cuda")
-            product = products.reference(x, weight, None, transpose_weight)
-            alone = expected if b is None else expected - b
-            layout = {"transpose_weight": transpose_weight}
-            for _ in range(3):
-                told += differs(case, flux.gemm_ar(x, weight, b, **layout), expected)
-                flux.gemm_ar(x, weight, b, out=out, **layout)
-                told += differs(f"out of {case}", out, expected)
-                total = flux.gemm_ar(x, weight, b, residual=residual, **layout)
-                told += differs(f"residual of {case}", total - residual, expected)
-                told += differs(f"all_reduce {case}", flux.all_reduce(product), alone)
-                if m % world_size == 0:
-                    rows = slice(rank * m // world_size, (rank + 1) * m // world_size)
-                    told += differs(f"reduce_scatter {case}", flux.reduce_scatter(product), alone[rows])
-                summed = product.clone()
-                flux.all_reduce(summed, out=summed)
-                told += differs(f"all_reduce in place {case}", summed, alone)
-    for m, n, k in SHAPES:
-        plan = flux.explain("gemm_ar", m, n, k)
-        if not plan.by_flux or plan.mode < 0:
-            told.append(str(plan))
-    flux.check()
-    return told
-
-
 def rounded_sums(rank: int, world_size: int) -> list[str]:
     """Data that does get rounded: the same bits everywhere and every time, and how far off they may be."""
     told = []
-    for m, n, k in SHAPES:
+    for m, n, k in SHAPES["gemm_ar"]:
         for dtype in DTYPES:
             torch.manual_seed(rank)
             x, weight = (torch.randn(size, k, device="cuda").to(dtype) for size in (m, n))
@@ -85,7 +47,7 @@ def rounded_sums(rank: int, world_size: int) -> list[str]:
             wide = total.double()
             scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
             wanted = wide * scale * norm_weight.double()
-            # tests/cpu/operators/test_gemm_ar.py derives this.
+            # tests/cpu/operators/test_dense.py derives this.
             info = torch.finfo(dtype)
             rtol = info.eps / 2 + (n / 2 + 4) * 2.0**-24
             if not ((norm.double() - wanted).abs() <= rtol * wanted.abs() + info.smallest_normal).all():
@@ -194,6 +156,3 @@ def graphs(rank: int, world_size: int, replays: int) -> list[str]:
     if int(wrong):
         told.append(f"{int(wrong)} elements of {replays} replays differ")
     return told
-
-
-ONLY = [rounded_sums, unfused_and_composed]

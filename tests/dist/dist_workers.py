@@ -15,11 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense_calls import Call, wrong
+from dense_forms import FORMS
 
 import flux
 from flux.testing import AgGemmCase, GemmRsCase, tolerance
 
 DTYPES = (torch.bfloat16, torch.float16)
+# Rows, of a shard or of a sum, n and k. The last two of ag_gemm have shards of 8 MiB and more: copy engines
+# carry those. gemm_ar: few rows in small tiles that share K, one-shot; many in large ones, two-shot.
+SHAPES = {
+    "gemm_rs": [
+        (1, 8, 8),
+        (64, 64, 64),
+        (127, 200, 72),
+        (129, 264, 520),
+        (1024, 4096, 512),
+        (512, 1024, 1032),
+    ],
+    "ag_gemm": [(1, 8, 8), (64, 64, 64), (127, 200, 72), (129, 264, 520), (512, 1024, 1032)]
+    + [(1024, 512, 4096), (1100, 264, 4104)],
+    "gemm_ar": [(1, 8, 8), (1, 4096, 1032), (7, 264, 72), (16, 8192, 2048), (64, 1024, 520), (130, 264, 136)]
+    + [(256, 4096, 512), (1000, 2048, 264)],
+}
 # What random calls of a test of an operator are.
 MIXES = {
     "gemm_rs": ("gemm_rs",),
@@ -42,6 +59,27 @@ def differs(what: object, result: torch.Tensor, expected: torch.Tensor) -> list[
 def expected(op: str, case: Any, rank: int) -> torch.Tensor:
     result: torch.Tensor = case.expected_sum("cuda") if op == "gemm_ar" else case.expected(rank, "cuda")
     return result
+
+
+def exact(rank: int, world_size: int, op: str) -> list[str]:
+    """All forms of calls of an operator, and the plans that make them."""
+    told = []
+    for number, (rows, n, k) in enumerate(SHAPES[op]):
+        m = rows if op == "gemm_ar" else rows * world_size
+        for flags in range(4):
+            dtype, transpose_weight, bias = DTYPES[(number + flags) % 2], flags & 1 == 1, flags & 2 == 2
+            kind = AgGemmCase if op == "ag_gemm" else GemmRsCase
+            case = kind(m, n, k, world_size, dtype, transpose_weight, bias, flags)
+            for _ in range(3):
+                for what, result, right in FORMS[op](case, rank, "cuda"):
+                    told += differs(f"{what} of {case}", result, right)
+        # No way may have been tested in place of another.
+        plan = flux.explain(op, m, n, k)
+        copied, summed = op == "ag_gemm" and rows >= 1024, op != "gemm_ar" or plan.mode >= 0
+        if not (plan.by_flux and summed and (op == "gemm_rs" or plan.copied == copied)):
+            told.append(str(plan))
+    flux.check()
+    return told
 
 
 def sizes(op: str) -> Callable[[random.Random], tuple[int, int, int]]:

@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from ar_workers import not_everywhere
 from dist_workers import differs
+from int8_model import data, model
 
 import flux
 from flux.ops.norm_and_quant import QUANTS
-from flux.ops.ways import int8_sum as int8_sum_
+from flux.ops.ways import int8_sum
 from flux.testing import ScaledCase
 from flux.testing.scaled_data import exact_product
 
@@ -151,14 +152,14 @@ def int8_between_ranks(rank: int, world_size: int) -> list[str]:
     told: list[str] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for rows, n in ((1, 128), (64, 300), (130, 1032)):  # 300: not in the kernel
-            whole = [sent_by(source, (rows * world_size, n), dtype) for source in range(world_size)]
-            expected = int8_sum([each.chunk(world_size)[rank] for each in whole], rank).to(dtype).cuda()
+            whole = [data((rows * world_size, n), source, dtype) for source in range(world_size)]
+            expected = model([each.chunk(world_size)[rank] for each in whole], rank)[0].to(dtype).cuda()
             x = whole[rank].cuda()
             for _ in range(CALLS):
                 told += differs(f"{rows} x {n}, {dtype}", flux.reduce_scatter(x, wire="int8"), expected)
-            with mock.patch.object(int8_sum_, "rows_at_once", lambda n, p: 50):  # several exchanges
+            with mock.patch.object(int8_sum, "rows_at_once", lambda n, p: 50):  # several exchanges
                 told += differs(f"{rows} x {n}, in parts", flux.reduce_scatter(x, wire="int8"), expected)
-    x, weight = sent_by(rank, (64 * world_size, 256), torch.bfloat16).cuda(), torch.eye(256).bfloat16().cuda()
+    x, weight = data((64 * world_size, 256), rank, torch.bfloat16).cuda(), torch.eye(256).bfloat16().cuda()
     expected = flux.reduce_scatter(x, wire="int8")
     told += differs("gemm_rs", flux.gemm_rs(x, weight, wire="int8"), expected)
     graph = torch.cuda.CUDAGraph()
@@ -170,18 +171,3 @@ def int8_between_ranks(rank: int, world_size: int) -> list[str]:
         told += differs(f"replay times {factor}", replayed, expected * factor)
     flux.check()
     return told
-
-
-def sent_by(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Groups of very different sizes."""
-    g = torch.Generator().manual_seed(rank)
-    sizes = torch.exp2(torch.randint(-6, 7, shape, generator=g).float())
-    return (torch.randn(shape, generator=g) * sizes).to(dtype)
-
-
-def int8_sum(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """The sum over ranks of what each has for one of them, on the CPU."""
-    total = torch.zeros(parts[0].shape)
-    for source, part in enumerate(parts):
-        total += part if source == rank else int8_sum_.dequantised(*int8_sum_.quantised(part))
-    return total

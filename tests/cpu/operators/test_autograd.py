@@ -105,6 +105,11 @@ def gathers_exact(rank: int, p: int) -> str:
         own = torch.stack([g.double() for g in grads]).sum(0)[rank * ROWS : (rank + 1) * ROWS]
         x = leaf(integers(rank, ROWS, K, dtype=dtype))
         flux.all_gather(x).backward(grads[rank])
+        scale = integers(9, ROWS, K, dtype=dtype)
+        parts = leaf(integers(rank, ROWS * p, K, dtype=dtype))
+        flux.reduce_scatter(parts).backward(scale + rank)
+        # Each rank's rows reach the sums through the rank that owns them.
+        told.append(compare(scattered=(parts.grad, torch.cat([scale + owner for owner in range(p)]))))
         if dtype in (torch.float32, torch.float64):
             told.append(compare(all_gather=(x.grad, own.to(dtype))))
         else:  # summed in fp32, rounded once
@@ -223,7 +228,7 @@ def torch_sees(rank: int, p: int) -> str:
     torch.library.opcheck(ops.gemm.default, (x, weight, bias, False))
     torch.library.opcheck(ops.gemm_rs.default, (x, weight, bias, False, name))
     torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [], False, True, name))
-    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [bias, bias], False, False, name))
+    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [bias, None], False, False, name))
     torch.library.opcheck(ops.gemm_rs_with_gather.default, (x, weight, False, bias, name))
     torch.library.opcheck(ops.all_gather.default, (x, name))
     torch.library.opcheck(ops.reduce_scatter.default, (x, name))
@@ -231,7 +236,7 @@ def torch_sees(rank: int, p: int) -> str:
     def layer(x: torch.Tensor, gate: Any, up: Any, bias: Any, down: Any) -> torch.Tensor:
         (a, b), rows = flux.ag_gemm(x * 2, [gate, up], [bias, None], return_gathered=True)
         y = flux.gemm_rs(torch.nn.functional.silu(a) * b, down)
-        return flux.gemm(y, y) + flux.all_gather(y).sum() + rows.sin().mean()
+        return flux.gemm(y, y) + flux.all_gather(y).sum() + flux.reduce_scatter(rows * 2).sin().mean()
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for rows in (4, 7):

@@ -1,0 +1,397 @@
+"""Dense collectives between CPU processes: exact results of marked data on every shape, type and world size,
+equal on all ranks where ranks share them. One set of processes per world size makes all calls; each test here
+looks at one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, asked_of_one_and_of_several, by_name, compare, questions, run_scenarios
+from dense_forms import FORMS
+from torch import Tensor
+
+import flux
+from flux._native import core
+from flux.calls import front
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.ops import ag_gemm, all_reduce, gemm_ar, gemm_rs, reduce_scatter
+from flux.ops.gemm import SERVED_TOKENS
+from flux.plan import sums as plan_sums
+from flux.testing import AgGemmCase, GemmRsCase, spawn, tolerance
+
+WORLD_SIZES = [1, 2, 3, 4]
+ONE_SHOT, TWO_SHOT = core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Rows, of a rank or of a sum, n and k: around tiles, which have 128 rows and up to 256 columns; fewer rows or
+# vectors of 8 columns than ranks, or a vector that is cut.
+SHAPES = {
+    "gemm_rs": [(1, 1, 2), (7, 8, 16), (127, 64, 33), (128, 256, 40), (129, 257, 65), (300, 520, 24)],
+    "ag_gemm": [(1, 1, 2), (127, 64, 33), (128, 256, 40), (129, 257, 65), (300, 520, 24)],
+    "gemm_ar": [(1, 1, 2), (1, 8, 8), (3, 20, 33), (16, 264, 24), (130, 257, 65), (64, 1000, 16)],
+}
+CASES = {
+    f"{op} {n}x{k} of {rows} rows, {str(dtype)[6:]}{' [K, N]' * transposed}{' bias' * bias}": (
+        op, rows, (n, k), dtype, transposed, bias, number,
+    )
+    for op, shapes in SHAPES.items()
+    for number, (rows, n, k) in enumerate(shapes)
+    for i, dtype in enumerate([*DTYPES, torch.float64])
+    for transposed in (False, True)
+    for bias in (False, True)
+    if (number + i + transposed + bias) % 2 == 0 and (dtype != torch.float64 or bias)
+}  # fmt: skip
+
+
+def run_case(name: str, rank: int, p: int) -> None:
+    op, rows, sizes, dtype, transposed, bias, number = CASES[name]
+    kind, m = AgGemmCase if op == "ag_gemm" else GemmRsCase, rows if op == "gemm_ar" else rows * p
+    case = kind(m, *sizes, p, dtype, transposed, bias, seed=number)
+    for what, result, expected in FORMS[op](case, rank):
+        assert not compare(result, expected), f"{what}: {compare(result, expected)}"
+
+
+def all_equal(*pairs: tuple[Tensor, Tensor]) -> None:
+    assert not (told := [f"pair {i}: {compare(*pair)}" for i, pair in enumerate(pairs) if compare(*pair)]), (
+        told
+    )
+
+
+def draw(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+def is_near(result: Tensor, exact: Tensor, atol: float, rtol: float) -> bool:
+    return bool(((result.double() - exact).abs() <= atol + rtol * exact.abs()).all())
+
+
+def random_data(rank: int, p: int) -> None:
+    for dtype in [*DTYPES, torch.float64]:
+        x, weight = draw(rank, dtype, (160 * p, 200), (300, 200))
+        for module, call, terms in ((gemm_rs, flux.gemm_rs, p), (ag_gemm, flux.ag_gemm, 1)):
+            result, exact = call(x, weight), module.reference(x.double(), weight.double())  # type: ignore[attr-defined]
+            assert torch.equal(result, call(x, weight)), f"{dtype}: not bitwise repeatable"
+            assert is_near(result, exact, *tolerance(200, dtype, terms)), dtype
+
+
+@contextmanager
+def deciding(mode: Any) -> Iterator[None]:
+    """All sums go in this mode: the model takes two-shot for large ones only."""
+    flux.release()  # and with it the plans
+    with mock.patch.object(core, "all_reduce_mode", lambda *_: mode):
+        try:
+            yield
+        finally:
+            flux.release()
+
+
+def differs_between_ranks(tensor: Tensor) -> bool:
+    """Whether any rank has other bits, or another sign of a zero."""
+    mine = tensor.contiguous().view(torch.uint8)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    return any(not torch.equal(mine, other) for other in everybody)
+
+
+def two_shot(rank: int, p: int) -> None:
+    with deciding(TWO_SHOT):
+        for name in CASES:
+            if name.startswith("gemm_ar"):
+                run_case(name, rank, p)
+        plan = flux.explain("gemm_ar", 4, 8, 8)
+        assert p == 1 or plan.transport.endswith("two-shot"), plan
+
+
+def rounded_sums(rank: int, p: int) -> None:
+    """The same bits on all ranks and in every call, which are those of the reference."""
+    m, n, k, eps = 12 * p + 1, 300, 200, 1e-5
+    for mode in (ONE_SHOT, TWO_SHOT):
+        with deciding(mode):
+            for dtype in [*DTYPES, torch.float64]:
+                x, weight = draw(rank, dtype, (m, k), (n, k))
+                bias, residual, norm_weight = draw(99, dtype, (n,), (m, n), (n,))
+                result = flux.gemm_ar(x, weight, bias, residual=residual)
+                assert torch.equal(result, flux.gemm_ar(x, weight, bias, residual=residual)), "not repeatable"
+                # The same roundings, in the same order.
+                reduced, rows = flux.all_reduce(x), flux.reduce_scatter(x[1:])
+                all_equal(
+                    (result, gemm_ar.reference(x, weight, bias, residual=residual)),
+                    (reduced, all_reduce.reference(x)),
+                    (rows, reduce_scatter.reference(x[1:])),
+                    (rows, reduced[1:][12 * rank :][:12]),
+                )
+                exact = gemm_ar.reference(
+                    *(t.double() for t in (x, weight, bias)), residual=residual.double()
+                )
+                # One rank rounds its product before it adds the residual: as if it had travelled.
+                assert is_near(result, exact, *tolerance(k, dtype, max(p, 2))), dtype
+                for added in (None, residual):
+                    how: Any = {"residual": added, "norm_weight": norm_weight, "eps": eps}
+                    norm, total = flux.gemm_ar(x, weight, **how)
+                    all_equal((total, flux.gemm_ar(x, weight, residual=added)))
+                    assert not any(map(differs_between_ranks, (result, reduced, norm))), dtype
+                    wide = total.double()
+                    scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
+                    # The mean of n squares, which are positive, errs by at most n roundings of the type it is
+                    # taken in, its root by half of that; mean, root and two products are four more. Then one
+                    # rounding to the type of x: half of what finfo calls eps, or of the smallest number.
+                    inner = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+                    info = torch.finfo(dtype)
+                    rtol = info.eps / 2 + (n / 2 + 4) * inner
+                    assert is_near(norm, wide * scale * norm_weight.double(), info.smallest_normal, rtol), (
+                        dtype
+                    )
+
+
+def serving(rank: int, p: int) -> None:
+    """What graphs of models that serve call, with a few tokens, with more of them, and with a bias."""
+    for m, bias in ((3, False), (SERVED_TOKENS + 1, False), (3, True)):
+        case = GemmRsCase(m, 24, 16, p, torch.bfloat16, bias=bias, seed=m)
+        x, weight, added = case.inputs(rank)
+        residual, ones = 2 * torch.ones(m, 24).bfloat16(), torch.ones(24).bfloat16()
+        norm, total = gemm_ar.serving(x, weight, added, residual, ones, 1e-6, None)
+        all_equal((total, case.expected_sum() + 2), (norm, gemm_ar.rms_norm(total, ones, 1e-6)))
+
+
+def strides_and_groups(rank: int, p: int) -> None:
+    """Layouts of x and the weight, the group by itself, and nothing to compute."""
+    for op, call in (("gemm_rs", flux.gemm_rs), ("ag_gemm", flux.ag_gemm), ("gemm_ar", flux.gemm_ar)):
+        case = (AgGemmCase if op == "ag_gemm" else GemmRsCase)(30 * p, 24, 16, p, torch.float16, seed=5)
+        x, weight, _ = case.inputs(rank)
+        expected = case.expected_sum() if op == "gemm_ar" else case.expected(rank)  # type: ignore[union-attr]
+        strided = torch.empty(x.shape[0], 2 * x.shape[1], dtype=x.dtype)[:, ::2].copy_(x)
+        all_equal(
+            (call(strided, weight.t().contiguous().t()), expected),
+            (call(x, weight.t(), transpose_weight=True), expected),
+            (call(x.t().contiguous().t(), weight, group=dist.group.WORLD), expected),
+            (call(x.view(-1, 5, 16), weight), expected.view(-1, 5, 24)),
+            (call(x.view(len(x) // 15, 3, 5, 16), weight), expected.view(-1, 3, 5, 24)),
+            (call(x[:0], weight), expected[:0]),
+            (call(x, weight[:0]), expected[:, :0]),
+            (call(x[:, :0], weight[:, :0], torch.ones(24).half()), torch.ones_like(expected)),
+        )
+
+
+def other_gathers(rank: int, p: int) -> None:
+    case = AgGemmCase(30 * p, 24, 16, p, torch.float16, seed=5)
+    x, weight, _ = case.inputs(rank)
+    everything = case.gathered()
+    gathered = partial(flux.ag_gemm, return_gathered=True)
+    all_equal(
+        (gathered(x.view(6, 5, 16), weight)[1], everything.view(6 * p, 5, 16)),
+        (gathered(x, weight[:0])[1], everything),
+        (gathered(x[:, :0], weight[:, :0], torch.ones(24).half())[1], everything[:, :0]),
+        (flux.all_gather(x.view(6, 5, 16)), everything.view(6 * p, 5, 16)),
+        (flux.all_gather(x[:, 3]), everything[:, 3]),
+        (flux.all_gather(x[:, ::2]), everything[:, ::2]),
+        (flux.all_gather(x[:0]), everything[:0]),
+        (flux.all_gather(x[:, :0]), everything[:, :0]),
+    )
+
+
+def results_are_fresh_tensors(rank: int, p: int) -> None:
+    x = torch.eye(4)
+    for tensor in (*flux.ag_gemm(x, x, return_gathered=True), flux.all_gather(x)):
+        tensor.fill_(9)
+    all_equal((x, torch.eye(4)))
+
+
+def other_sums(rank: int, p: int) -> None:
+    case = GemmRsCase(6 * 5, 24, 16, p, torch.float16, seed=5)
+    x, weight, _ = case.inputs(rank)
+    expected = case.expected_sum()
+    ones, residual = torch.ones(24).half(), 2 * torch.ones(2, 3, 5, 24).half()
+    norm, total = flux.gemm_ar(x.view(2, 3, 5, 16), weight, residual=residual, norm_weight=ones)
+    flat = total.view(30, 24).clone()
+    deep = torch.arange(3.0).view(1, 3, 1).expand(2, 3, 4)  # not contiguous
+    more = torch.arange(3.0).view(1, 3, 1).expand(2 * p, 3, 4)
+    marked = torch.arange(4.0 * p).add(100 * rank)
+    of_marked = (p * torch.arange(4.0 * p) + 100 * sum(range(p)))[4 * rank :][:4]
+    all_equal(
+        (total, expected.view(2, 3, 5, 24) + 2),
+        (norm, gemm_ar.rms_norm(total, ones, 1e-6)),
+        (flux.gemm_ar(x, weight, residual=ones.expand(30, 24)), expected + 1),
+        (flux.gemm_ar(x, weight, residual=flat, out=flat), 2 * expected + 2),
+        (flux.gemm_ar(x[:0], weight, norm_weight=ones)[0], expected[:0]),
+        (flux.all_reduce(deep), deep * p),
+        (flux.all_reduce(deep, residual=deep, norm_weight=torch.ones(4))[1], deep * (p + 1)),
+        (flux.all_reduce(x[:0], norm_weight=x[0])[0], x[:0]),
+        (flux.all_reduce(torch.tensor(3.0)), torch.tensor(3.0 * p)),
+        (flux.all_reduce(x[:0]), x[:0]),
+        (flux.reduce_scatter(more), more[:2] * p),
+        (flux.reduce_scatter(marked), of_marked),
+        (flux.reduce_scatter(marked, group=dist.group.WORLD), of_marked),
+        (flux.reduce_scatter(marked[:0]), marked[:0]),
+        (flux.reduce_scatter(more[:, :0]), more[:2, :0]),
+    )
+
+
+def lists_of_weights(rank: int, p: int) -> None:
+    """q, k, v of different widths, with and without bias: one gather, several products."""
+    case = AgGemmCase(150 * p, 264, 40, p, seed=3, bias=True)
+    cases = [case, replace(case, n=8), replace(case, n=24)]
+    x = case.inputs(rank)[0]
+    weights, biases = ([c.inputs(rank)[i] for c in cases] for i in (1, 2))
+    plain = [replace(c, bias=False).expected(rank) for c in cases]
+    expected = [c.expected(rank) for c in cases]
+    signal = mock.Mock(wraps=CpuWorkspace.signal)
+    with mock.patch.object(CpuWorkspace, "signal", lambda self, *args: signal(self, *args)):
+        results, gathered = flux.ag_gemm(x, weights, biases, return_gathered=True)
+    if flux.explain("ag_gemm", case.m, case.n, case.k).by_flux:
+        assert signal.call_count == 2 * (p - 1)
+    outs = [torch.full_like(e, 3) for e in expected]
+    given = flux.ag_gemm(x, tuple(weights), [None, biases[1], None], out=outs)
+    assert type(given) is list and all(a is b for a, b in zip(given, outs, strict=True))
+    transposed = [w.t().contiguous() for w in weights]
+    all_equal(
+        (gathered, case.gathered()),
+        *zip(results, expected, strict=True),
+        *zip(outs, [plain[0], expected[1], plain[2]], strict=True),
+        *zip(flux.ag_gemm(x, transposed, transpose_weight=True), plain, strict=True),
+        *zip(flux.ag_gemm(x, weights[:1], [biases[0]]), expected, strict=False),
+        *zip(flux.ag_gemm(x, [weights[0], weights[1][:0]]), [plain[0], plain[1][:, :0]], strict=True),
+    )
+
+
+def too_large_to_exchange(rank: int, p: int) -> None:
+    """gemm_rs and all_gather of the rows that can be dealt, an exchange of the others."""
+    limits = {"MAX_EXCHANGE_BYTES": 256, "COMPOSED_FROM_BYTES": 64, "RAGGED_FROM_BYTES": 64}
+    flux.release()
+    with mock.patch.multiple(plan_sums, **limits):
+        for m in (6 * p, 6 * p + 1, 7 * p - 1):
+            case = GemmRsCase(m, 40, 16, p, bias=True)
+            x, weight, bias = case.inputs(rank)
+            residual = case.residual() + 4
+            norm, total = flux.gemm_ar(x, weight, bias, residual=residual, norm_weight=residual[0] + 1)
+            with mock.patch.object(front, "below", wraps=front.below) as dealt:
+                result = flux.gemm_ar(x, weight, bias)
+            made = [call.args for call in dealt.call_args_list]
+            rows = [len(call.x) for op, call, *_ in made if op.name == "gemm_rs"]
+            assert p == 1 or rows == [m - m % p], f"{m} rows: {made}"
+            in_place = residual.clone()
+            flux.gemm_ar(x, weight, bias, residual=in_place, out=in_place)
+            all_equal(
+                (result, case.expected_sum()),
+                (in_place, total),
+                (total - residual, case.expected_sum()),
+                (norm, gemm_ar.rms_norm(total, residual[0] + 1, 1e-6)),
+                (flux.all_reduce(x), all_reduce.reference(x)),
+            )
+            plan = flux.explain("gemm_ar", m, 40, 16)
+            way = "as gemm_rs + all_gather" + (f", of {m % p} rows by exchange" if m % p else "")
+            assert p == 1 or (plan.reason.endswith(way) and plan.by_flux), plan
+    flux.release()
+
+
+def what_is_reserved_is_used(rank: int, p: int) -> None:
+    flux.reserve(max_m=12 * p, max_n=100, max_k=1)
+    workspaces = registry.existing(dist.group.WORLD)
+    room = [(w.signal_bytes, w.slot_bytes) for w in workspaces]
+    flux.reduce_scatter(torch.ones(12 * p, 100, dtype=torch.bfloat16))
+    assert [(w.signal_bytes, w.slot_bytes) for w in workspaces] == room
+    made = flux.explain("reduce_scatter", 12 * p, 100, 0)
+    assert made.by_flux == (p > 1)
+    assert str(made).startswith(f"reduce_scatter: x [{p}, 1200], bfloat16, {p} rank"), made
+
+
+@asked_of_one_and_of_several
+def torch_sees(rank: int, p: int) -> None:
+    """opcheck, meta tensors and torch.compile, in the same order on all ranks."""
+    name, ops = dist.group.WORLD.group_name, torch.ops.flux
+    x, weight, bias, residual = torch.randn(4 * p, 8), torch.randn(6, 8), torch.ones(6), torch.ones(4 * p, 6)
+    rows, whole, gathered = torch.empty(4, 6), torch.empty(4 * p, 6), torch.empty(4 * p * p, 6)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        # Those that have gradients are in test_autograd.py.
+        (ops.gemm_rs_out, (x, weight, None, False, name, rows)),
+        (ops.ag_gemm_out, (x, [weight], [bias], False, False, name, [gathered])),
+        (ops.ag_gemm_out, (x, [weight], [], False, True, name, [gathered, torch.empty(4 * p * p, 8)])),
+        (ops.gemm_ar, (x, weight, bias, False, residual, name)),
+        (ops.gemm_ar_out, (x, weight, None, False, None, name, whole)),
+        (ops.gemm_ar_norm, (x, weight, None, False, residual, bias, 1e-6, name)),
+        (ops.all_reduce, (x, None, name)),
+        (ops.all_reduce, (residual, residual + 1, name)),
+        (ops.all_reduce_out, (x, None, name, torch.empty_like(x))),
+        (ops.all_reduce_norm, (residual, residual + 1, bias, 1e-6, name)),
+        (ops.all_gather_out, (x, name, torch.empty(4 * p * p, 8))),
+        (ops.reduce_scatter_out, (x, name, torch.empty(4, 8))),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments)
+    a, w, b = torch.empty(2 * p, 3, 8, device="meta"), weight.to("meta"), bias.to("meta")
+    (first, second), everybody = flux.ag_gemm(a, [w, w[:1]], return_gathered=True)
+    meta = [flux.gemm_rs(a, w), first, second, everybody, flux.all_gather(a[0, 0]), flux.gemm_ar(a, w)]
+    meta += [*flux.gemm_ar(a, w, norm_weight=b), flux.all_reduce(a), *flux.all_reduce(a, norm_weight=w[0])]
+    meta.append(flux.reduce_scatter(a))
+    m = 2 * p
+    shapes = [(2, 3, 6), (m * p, 3, 6), (m * p, 3, 1), (m * p, 3, 8), (8 * p,), *[(m, 3, 6)] * 3]
+    assert [tuple(t.shape) for t in meta] == [*shapes, *[(m, 3, 8)] * 3, (2, 3, 8)]
+
+    def layer(x: Tensor, residual: Tensor) -> list[Tensor]:
+        (a, b), gathered = flux.ag_gemm(
+            x * 2, [weight, weight[:4]], [bias, None], group=dist.group.WORLD, return_gathered=True
+        )
+        out = torch.empty(x.shape[0] * p, 6)
+        flux.ag_gemm(x, weight, out=out)
+        y, residual = flux.gemm_ar(x * 2, weight, bias, residual=residual, norm_weight=bias)
+        z, residual = flux.all_reduce(y, residual=residual, norm_weight=bias)
+        scattered = torch.relu(flux.gemm_rs(x * 2, weight, bias)) + flux.reduce_scatter(y)
+        sums = torch.relu(z) + flux.gemm_ar(x, weight).sum() + flux.ag_gemm(x, weight).sum()
+        return [
+            torch.relu(a) + out,
+            b,
+            gathered + flux.all_gather(x),
+            scattered,
+            sums,
+            flux.all_reduce(residual),
+        ]
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for count in (4 * p, 6 * p):
+        x, residual = torch.randn(count, 8), torch.ones(count, 6)
+        torch.testing.assert_close(compiled(x, residual), layer(x, residual))
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {
+    **{name: partial(run_case, name) for name in CASES},
+    **by_name(two_shot, random_data, rounded_sums, serving, strides_and_groups, other_gathers, other_sums),
+    **by_name(results_are_fresh_tensors, lists_of_weights, too_large_to_exchange, what_is_reserved_is_used),
+    **by_name(torch_sees),
+}
+
+
+def run(rank: int, p: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, p)
+
+
+answers = Answers(run, timeout_s=400)
+
+
+@pytest.mark.parametrize(("world_size", "name"), questions(WORLD_SIZES, SCENARIOS))
+def test_between_processes(world_size: int, name: str) -> None:
+    told = answers.of(world_size, name)
+    assert told == [""] * world_size, "\n".join(told)
+
+
+def unfused(rank: int, p: int) -> None:
+    for name in list(CASES)[::4]:
+        run_case(name, rank, p)
+    for scenario in (strides_and_groups, other_gathers, lists_of_weights):
+        scenario(rank, p)
+    for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce"):
+        plan = flux.explain(op, 8 * p, 8, 8)
+        assert not plan.by_flux and "FLUX_FUSED=off" in plan.reason, plan
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_unfused_gives_the_same(world_size: int) -> None:
+    spawn(unfused, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
