@@ -5,6 +5,7 @@ results are.
 from __future__ import annotations
 
 import torch
+from emulated import Problem, problem
 from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 
 import flux
@@ -14,7 +15,7 @@ from flux.ops import grouped_wgrad
 from flux.ops.add_norm import _fits, add_norm_
 from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.ops.norm_and_quant import End
-from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
+from flux.testing import GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
@@ -25,63 +26,49 @@ CHOSEN = -1  # by the model: a swap-AB tile where rows are few
 
 
 def main() -> None:
-    for m, n, k, transpose_weight in ((129, 136, 72, False), (64, 264, 200, True)):
-        plain = GemmRsCase(m, n, k, 1, transpose_weight=transpose_weight, bias=True)
-        x, weight, bias = plain.inputs(0, "cuda")
-        result = flux.gemm(x, weight, bias, transpose_weight=transpose_weight)
-        assert torch.equal(result, plain.expected(0, "cuda")), plain
-    split = GemmRsCase(129, 264, 520, 1, bias=True)
-    x, weight, bias = split.inputs(0, "cuda")
-    result = torch.empty(129, 264, dtype=x.dtype, device="cuda")
-    torch.ops.flux._gemm(x, weight, bias, result, False, 5 | SPLIT_BY_3 << 8, 0)
-    assert torch.equal(result, split.expected(0, "cuda")), split
-    # Four SMs: each cluster gives a swap-AB tile away while it computes the next.
-    for rows, tile, parts, sharers in ((12, 1, 1, 1), (12, 0, 2, 1), (150, 5, 2, 1), (150, 3, 1, 2)):
-        several = GemmRsCase(rows, 520, 520, 1, bias=True)
-        x, weight, bias = several.inputs(0, "cuda")
-        result = torch.empty(rows, 520, dtype=x.dtype, device="cuda")
-        choice = core.FIRST_SWAP_AB + tile | parts << 8 | sharers << 16
-        torch.ops.flux._gemm(x, weight, bias, result, False, choice, 4)
-        assert torch.equal(result, several.expected(0, "cuda")), (several, tile)
-    summed = GemmRsCase(132, 264, 264, 2, bias=True)
-    ranks = EmulatedRanks(2, timeout_s=60.0)
-    for case, config in (
-        (GemmRsCase(12, 264, 264, 2, bias=True), CHOSEN),
-        (GemmRsCase(1, 2056, 72, 2, bias=True), CHOSEN),  # a row of several vectors a thread
-        (summed, 9 | ALONE << 8),
-        (summed, 5 | SPLIT_BY_2 << 8),
-        (summed, 0 | ALONE << 8),  # two launches
+    # m, n, k, transpose_weight, the choice of a tile, SMs. On four SMs each cluster gives a swap-AB tile away
+    # while it computes the next.
+    swaps = [
+        (rows, 520, 520, False, core.FIRST_SWAP_AB + tile | parts << 8 | sharers << 16, 4)
+        for rows, tile, parts, sharers in ((12, 1, 1, 1), (12, 0, 2, 1), (150, 5, 2, 1), (150, 3, 1, 2))
+    ]
+    split = (129, 264, 520, False, 5 | SPLIT_BY_3 << 8, 0)
+    for m, n, k, transposed, choice, sms in (
+        (129, 136, 72, False, CHOSEN, 0),
+        (64, 264, 200, True, CHOSEN, 0),
+        split,
+        *swaps,
     ):
-        inputs = [case.inputs(rank, "cuda") for rank in range(2)]
-        xs, weights, bias = [x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2]
+        plain = GemmRsCase(m, n, k, 1, transpose_weight=transposed, bias=True)
+        x, weight, bias = plain.inputs(0, "cuda")
+        result = torch.empty(m, n, dtype=x.dtype, device="cuda")
+        torch.ops.flux._gemm(x, weight, bias, result, transposed, choice, sms)
+        assert torch.equal(result, plain.expected(0, "cuda")), (plain, choice)
+    ranks = EmulatedRanks(2, timeout_s=60.0)
+    for (m, n, k), config in (
+        ((12, 264, 264), CHOSEN),
+        ((1, 2056, 72), CHOSEN),  # a row of several vectors a thread
+        ((132, 264, 264), 9 | ALONE << 8),
+        ((132, 264, 264), 5 | SPLIT_BY_2 << 8),
+        ((132, 264, 264), 0 | ALONE << 8),  # two launches
+    ):
+        made = problem("gemm_ar", m, n, k, 2, bias=True)
+        ones = torch.ones_like(made.weights[0][:, 0])
         for mode in (0, 1):
-            results = ranks.gemm_ar(xs, weights, bias, mode=mode, config=config)
-            ones = torch.ones_like(weights[0][:, 0])
-            results += ranks.gemm_ar(xs, weights, bias, mode=mode, config=config, norm_weight=ones)[2:]
+            made.run(ranks, mode=mode, config=config)
+            results = made.call(ranks, mode=mode, config=config, norm_weight=ones)
             ranks.check()
-            for rank, result in enumerate(results):
-                assert torch.equal(result, case.expected_sum("cuda")), (rank, case, mode, config)
+            made.assert_exact(results[2:], mode, config)
     for world_size in (2, 3):
         ranks = EmulatedRanks(world_size, timeout_s=60.0)
         for seed, (rows, n, k) in enumerate(((129, 136, 72), (40, 264, 200))):
-            case = GemmRsCase(rows * world_size, n, k, world_size, bias=True, seed=seed)
-            inputs = [case.inputs(rank, "cuda") for rank in range(world_size)]
-            results = ranks.gemm_rs([x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2])
-            ranks.check()
-            for rank, result in enumerate(results):
-                assert torch.equal(result, case.expected(rank, "cuda")), (rank, case)
+            problem("gemm_rs", rows, n, k, world_size, bias=True, seed=seed).run(ranks)
             # On the same workspaces, whose two buffers gemm_rs has used too.
-            gathering = AgGemmCase(rows * world_size, n, k, world_size, bias=True, seed=seed)
-            made = [gathering.inputs(rank, "cuda") for rank in range(world_size)]
-            xs = [x for x, _, _ in made]
-            results = ranks.ag_gemm(xs, [w for _, w, _ in made], [b for _, _, b in made if b is not None])
-            collected = ranks.collect(xs)
-            gathered = ranks.all_gather(xs)
-            ranks.check()
-            for rank, result in enumerate(results):
-                assert torch.equal(result, gathering.expected(rank, "cuda")), (rank, gathering)
-                assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
-                assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
+            gathering = problem("ag_gemm", rows, n, k, world_size, bias=True, seed=seed)
+            gathering.run(ranks)
+            collected, gathered = ranks.collect(gathering.xs), Problem("all_gather", gathering.case)
+            gathered.run(ranks)
+            gathered.assert_exact(collected)
     sum_and_norm()
     mixture()
     steps_between()

@@ -22,70 +22,53 @@ DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(1, 8, 8), (127, 200, 72), (128, 256, 64), (129, 264, 520), (1000, 1032, 1096), (2048, 2048, 4096)]
 
 
-def guarded(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result matrix inside a larger buffer of sevens."""
-    margin = 4096
-    whole = torch.full((m * n + 2 * margin,), 7, dtype=dtype, device="cuda")
-    return whole[margin : margin + m * n].view(m, n), whole
+def assert_exact(case: GemmRsCase, choice: int, num_sms: int = 0) -> None:
+    """Also that nothing is written beside the result, which lies inside a larger buffer of sevens."""
+    x, weight, bias = case.inputs(0, "cuda")
+    margin, size = 4096, case.m * case.n
+    whole = torch.full((size + 2 * margin,), 7, dtype=case.dtype, device="cuda")
+    out = whole[margin : margin + size].view(case.m, case.n)
+    torch.ops.flux._gemm(x, weight, bias, out, case.transpose_weight, choice, num_sms)
+    assert torch.equal(out, case.expected(0, "cuda")), (case, choice)
+    assert (whole[:margin] == 7).all() and (whole[-margin:] == 7).all(), "written beside the result"
 
 
-def assert_untouched(whole: torch.Tensor) -> None:
-    assert (whole[:4096] == 7).all() and (whole[-4096:] == 7).all(), "written beside the result"
+def has_kernel(config: int, transpose_weight: bool) -> bool:
+    """Not every tile shape is compiled for [K, N] weights."""
+    swaps = config >= core.FIRST_SWAP_AB
+    return not transpose_weight or swaps or core.tile_configs()[config].supports_transposed_weight
 
 
-@pytest.mark.parametrize("config", KEEPING)
+SPLITTING = [tile.id for tile in core.tile_configs() if tile.supports_split]
+SWAPS = range(core.FIRST_SWAP_AB, core.FIRST_SWAP_AB + core.NUM_SWAP_AB)
+PAIRS = [config for config in SWAPS if core.swap_ab_in_pairs(config - core.FIRST_SWAP_AB)]
+# The last has more clusters than there are SMs for.
+SPLIT_SHAPES = [(1, 8, 200), (129, 520, 1032), (512, 2560, 8192), (2048, 4104, 256)]
+SWAP_SHAPES = [(1, 8, 512), (3, 136, 520), (16, 2048, 4096), (300, 1032, 1096), (1, 8, 1024)]
+# A tile shape with its clusters, and what it multiplies. CTAs of a cluster of swap-AB tiles split K, or share
+# the weight.
+TILES = {
+    **{f"{tile}": ([tile | c << 8 for c in CLUSTERS], SHAPES) for tile in KEEPING},
+    **{f"{tile}, split": ([tile | c << 8 for c in (4, 5)], SPLIT_SHAPES) for tile in SPLITTING},
+    **{f"{tile}": ([tile | c << 8 | 1 << 16 for c in (1, 2, 4, 8)], SWAP_SHAPES) for tile in SWAPS},
+    **{f"{tile}, in pairs": ([tile | 1 << 8 | 2 << 16], SWAP_SHAPES) for tile in PAIRS},
+}
+
+
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("transpose_weight", [False, True])
-def test_every_tile_shape_and_cluster(config: int, transpose_weight: bool) -> None:
-    if transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
+def test_every_tile_shape_and_cluster(tile: str, transpose_weight: bool) -> None:
+    choices, shapes = TILES[tile]
+    config = choices[0] & 0xFF
+    if not has_kernel(config, transpose_weight):
         pytest.skip("this tile shape is not compiled for [K, N] weights")
-    for cluster in CLUSTERS:
-        for number, (m, n, k) in enumerate(SHAPES):
-            dtype = DTYPES[(number + cluster) % 2]
-            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
-            x, weight, bias = case.inputs(0, "cuda")
-            out, whole = guarded(m, n, dtype)
-            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | cluster << 8, 0)
-            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, cluster)
-            assert_untouched(whole)
-
-
-@pytest.mark.parametrize("config", [tile.id for tile in core.tile_configs() if tile.supports_split])
-@pytest.mark.parametrize("transpose_weight", [False, True])
-def test_every_tile_shape_that_splits_k_over_a_cluster(config: int, transpose_weight: bool) -> None:
-    if transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
-        pytest.skip("this tile shape is not compiled for [K, N] weights")
-    for split in (2, 3):
-        # The last has more clusters than there are SMs for.
-        for number, (m, n, k) in enumerate(
-            [(1, 8, 200), (129, 520, 1032), (512, 2560, 8192), (2048, 4104, 256)]
-        ):
-            dtype = DTYPES[(number + split) % 2]
-            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
-            x, weight, bias = case.inputs(0, "cuda")
-            out, whole = guarded(m, n, dtype)
-            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | (split + 2) << 8, 0)
-            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split)
-            assert_untouched(whole)
-
-
-@pytest.mark.parametrize("config", range(core.FIRST_SWAP_AB, core.FIRST_SWAP_AB + core.NUM_SWAP_AB))
-@pytest.mark.parametrize("transpose_weight", [False, True])
-def test_every_swap_ab_tile_and_cluster(config: int, transpose_weight: bool) -> None:
-    # CTAs of a cluster that split K, and that share the weight.
-    pairs = [(1, 2)] if core.swap_ab_in_pairs(config - core.FIRST_SWAP_AB) else []
-    for split, sharers in ((1, 1), (2, 1), (4, 1), (8, 1), *pairs):
-        shapes = ((1, 8, 512), (3, 136, 520), (16, 2048, 4096), (300, 1032, 1096), (1, 8, 1024))
+    for i, choice in enumerate(choices):
         for number, (m, n, k) in enumerate(shapes):
-            if split > core.swap_ab_stage_blocks(config - core.FIRST_SWAP_AB, k):
+            swaps = config >= core.FIRST_SWAP_AB
+            if swaps and choice >> 8 & 0xFF > core.swap_ab_stage_blocks(config - core.FIRST_SWAP_AB, k):
                 continue
-            dtype = DTYPES[(number + split) % 2]
-            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
-            x, weight, bias = case.inputs(0, "cuda")
-            out, whole = guarded(m, n, dtype)
-            choice = config | split << 8 | sharers << 16
-            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, choice, 0)
-            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split, sharers)
-            assert_untouched(whole)
+            dtype = DTYPES[(number + i) % 2]
+            assert_exact(GemmRsCase(m, n, k, 1, dtype, transpose_weight, number % 2 == 0, number), choice)
 
 
 @pytest.mark.parametrize("transpose_weight", [False, True])
@@ -95,23 +78,15 @@ def test_nothing_that_stages_held_before_gets_into_a_result(transpose_weight: bo
     nan = torch.full((n, 520), torch.nan, dtype=torch.bfloat16, device="cuda")
     nan_weight = nan.t().contiguous() if transpose_weight else nan
     spoilt = torch.empty(384, n, dtype=nan.dtype, device="cuda")
-    ordinary = [tile | cluster << 8 for tile in KEEPING for cluster in CLUSTERS]
-    swap_ab = [core.FIRST_SWAP_AB + i | split << 8 for i in range(core.NUM_SWAP_AB) for split in (1, 2)]
-    in_pairs = [i for i in range(core.NUM_SWAP_AB) if core.swap_ab_in_pairs(i)]
-    pairs = [core.FIRST_SWAP_AB + i | 1 << 8 | 2 << 16 for i in in_pairs]
-    for choice in ordinary + swap_ab + pairs:
-        config = choice & 0xFF
-        is_ordinary = config < core.FIRST_SWAP_AB
-        if is_ordinary and transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
-            continue  # has no such kernel
+    choices = [tile | cluster << 8 for tile in KEEPING for cluster in CLUSTERS]
+    choices += [tile | split << 8 for tile in SWAPS for split in (1, 2)]
+    choices += [tile | 1 << 8 | 2 << 16 for tile in PAIRS]
+    for choice in choices:
+        if not has_kernel(choice & 0xFF, transpose_weight):
+            continue
         for m, columns in ((130, 1032), (150, 200), (260, 1048)):
             torch.ops.flux._gemm(nan[:384], nan_weight, None, spoilt, transpose_weight, choice, 0)
-            case = GemmRsCase(m, columns, 520, 1, torch.bfloat16, transpose_weight, seed=m)
-            x, weight, _ = case.inputs(0, "cuda")
-            out, whole = guarded(m, columns, case.dtype)
-            torch.ops.flux._gemm(x, weight, None, out, transpose_weight, choice, 0)
-            assert torch.equal(out, case.expected(0, "cuda")), (m, columns, choice)
-            assert_untouched(whole)
+            assert_exact(GemmRsCase(m, columns, 520, 1, torch.bfloat16, transpose_weight, seed=m), choice)
 
 
 def test_a_bias_and_a_row_that_lie_where_the_kernels_cannot_read_them() -> None:
@@ -129,12 +104,7 @@ def test_a_bias_and_a_row_that_lie_where_the_kernels_cannot_read_them() -> None:
 
 @pytest.mark.parametrize("num_sms", [2, 6, 64, 0])
 def test_any_number_of_sms(num_sms: int) -> None:
-    case = GemmRsCase(700, 904, 256, 1)
-    x, weight, _ = case.inputs(0, "cuda")
-    out, whole = guarded(700, 904, case.dtype)
-    torch.ops.flux._gemm(x, weight, None, out, False, -1, num_sms)
-    assert torch.equal(out, case.expected(0, "cuda"))
-    assert_untouched(whole)
+    assert_exact(GemmRsCase(700, 904, 256, 1), -1, num_sms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,42 +4,27 @@ real ones.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from emulate_graphs import EmulatedGraphRanks
 from emulate_int8 import EmulatedInt8Ranks
+from emulated import DTYPES, Problem, check_back_to_back, check_replays, problem
+from int8_model import data, model
 
 import flux
 from flux._native import core
 from flux.ops import gemm as products
 from flux.ops.gemm_ar import rms_norm
-from flux.ops.ways import int8_sum
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
-DTYPES = [torch.bfloat16, torch.float16]
 ONE_SHOT, TWO_SHOT = 0, 1
 SHAPES = [(1, 8, 8), (1, 4096, 256), (5, 136, 72), (16, 1024, 512), (64, 520, 264), (130, 264, 520)]
 # Several tiles for each CTA, which gives one away while it computes the next.
 SEVERAL_TILES = [(1, 8200, 264), (192, 2056, 520)]
 
 
-def gpu_inputs(case: GemmRsCase) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-    inputs = [case.inputs(rank, "cuda") for rank in range(case.world_size)]
-    return [x for x, _, _ in inputs], [weight for _, weight, _ in inputs], inputs[0][2]
-
-
 def assert_exact(ranks: EmulatedRanks, case: GemmRsCase, mode: int, config: int = -1) -> None:
-    xs, weights, bias = gpu_inputs(case)
-    results = ranks.gemm_ar(
-        xs, weights, bias, mode=mode, transpose_weight=case.transpose_weight, config=config
-    )
-    ranks.check()
-    expected = case.expected_sum("cuda")
-    for rank, result in enumerate(results):
-        assert torch.equal(result, expected), f"rank {rank} of {case}, mode {mode}, config {config}"
+    Problem("gemm_ar", case).run(ranks, mode=mode, config=config)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -89,50 +74,15 @@ def test_what_the_cost_model_chooses_and_more_rows_than_a_launch_takes(world_siz
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_many_shapes_back_to_back_without_waiting(world_size: int) -> None:
-    """Ranks run ahead of each other as far as the protocol lets them: nothing joins their streams."""
-    ranks, rng = EmulatedRanks(world_size), random.Random(world_size)
-    assert_exact(ranks, GemmRsCase(64, 1024, 64, world_size), TWO_SHOT)  # makes room
-    for _ in range(5):
-        calls = []
-        for _ in range(20):
-            case = GemmRsCase(
-                rng.randint(1, 64),
-                8 * rng.randint(1, 128),
-                8 * rng.randint(1, 40),
-                world_size,
-                bias=rng.random() < 0.5,
-                seed=rng.randint(0, 999),
-            )
-            calls.append((case, gpu_inputs(case), rng.randint(0, 1)))
-        torch.cuda.synchronize()
-        results = [
-            ranks.gemm_ar(xs, weights, bias, mode=mode, join=False) for _, (xs, weights, bias), mode in calls
-        ]
-        ranks.check()
-        for (case, _, mode), outs in zip(calls, results, strict=True):
-            expected = case.expected_sum("cuda")
-            for rank, out in enumerate(outs):
-                assert torch.equal(out, expected), f"rank {rank} of {case}, mode {mode}"
+    check_back_to_back(world_size, [("gemm_ar", {"mode": mode}) for mode in (ONE_SHOT, TWO_SHOT)])
 
 
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 def test_graph_replay(mode: int) -> None:
-    ranks = EmulatedGraphRanks(4)
-    cases = [GemmRsCase(24, 520, 264, 4, bias=True, seed=seed) for seed in range(3)]
-    xs, weights, bias = gpu_inputs(cases[0])
-    assert bias is not None
-    ranks.gemm_ar(xs, weights, bias, mode=mode)  # makes room
-    ranks.check()
-    results, replay = ranks.capture(lambda: ranks.gemm_ar(xs, weights, bias, mode=mode))
-    for number in range(30):
-        case = cases[number % 3]
-        for static, new in zip((*xs, *weights), sum(map(list, gpu_inputs(case)[:2]), []), strict=True):
-            static.copy_(new)
-        bias.copy_(case.inputs(0, "cuda")[2])
-        replay()
-        ranks.check()
-        for rank, result in enumerate(results):
-            assert torch.equal(result, case.expected_sum("cuda")), f"replay {number}, rank {rank}"
+    def made(seed: int) -> list[Problem]:
+        return [problem("gemm_ar", 24, 520, 264, 4, bias=True, seed=seed)]
+
+    check_replays(made, lambda ranks, problems: [(0, problems[0].call(ranks, mode=mode))])
 
 
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
@@ -165,14 +115,12 @@ def test_residual_and_norm(
     mode: int, dtype: torch.dtype, world_size: int, m: int, n: int, config: int
 ) -> None:
     ranks = EmulatedRanks(world_size)
-    case = GemmRsCase(m, n, 264, world_size, dtype, bias=True)
-    xs, weights, bias = gpu_inputs(case)
+    made = problem("gemm_ar", m, n, 264, world_size, dtype, bias=True)
+    case = made.case
     residual = case.residual("cuda")
     norm_weight = torch.linspace(0.5, 1.5, n, device="cuda").to(dtype)
-    results = ranks.gemm_ar(
-        xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight, config=config
-    )
-    plain = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual, config=config)
+    how = {"mode": mode, "residual": residual, "config": config}
+    results, plain = made.call(ranks, norm_weight=norm_weight, **how), made.call(ranks, **how)
     ranks.check()
     total = case.expected_sum("cuda").double() + residual.double()
     norm = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()
@@ -208,8 +156,7 @@ def test_all_reduce_with_residual_and_norm(world_size: int, mode: int) -> None:
     ranks = EmulatedRanks(world_size)
     for m, n in [(1, 64), (5, 4096), (17, 12288)]:
         case = GemmRsCase(m, n, 64, world_size, torch.bfloat16, seed=m)
-        xs, weights, _ = gpu_inputs(case)
-        partials = [products.reference(x, weight) for x, weight in zip(xs, weights, strict=True)]
+        partials = [products.reference(*case.inputs(rank, "cuda")[:2]) for rank in range(world_size)]
         residual = torch.arange(m * n, device="cuda").view(m, n).remainder(5).mul(2).sub(4).bfloat16()
         norm_weight = torch.arange(n, device="cuda").remainder(3).add(1).bfloat16()
         torch.cuda.synchronize()
@@ -232,8 +179,7 @@ def test_reduce_scatter(world_size: int, dtype: torch.dtype) -> None:
     for number, (rows, n) in enumerate([(1, 8), (3, 1000), (2, 2048), (1, 8)]):
         # Every element carries its place and the marks of all ranks: a row of another rank shows.
         case = GemmRsCase(rows * world_size, n, 64, world_size, dtype, seed=number)
-        xs, weights, _ = gpu_inputs(case)
-        partials = [products.reference(x, weight) for x, weight in zip(xs, weights, strict=True)]
+        partials = [products.reference(*case.inputs(rank, "cuda")[:2]) for rank in range(world_size)]
         torch.cuda.synchronize()
         # Both buffers, and one of them again; sums of all rows between them.
         scattered = [ranks.reduce_scatter(partials, join=False) for _ in range(3)]
@@ -249,13 +195,10 @@ def test_reduce_scatter(world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 def test_reduce_scatter_as_int8(world_size: int, dtype: torch.dtype) -> None:
-    """The bits of int8_sum, which the CPU tests compare with a model. Sums of 16 bits between them."""
+    """The bits of the definition. Sums of 16 bits between them."""
     ranks = EmulatedInt8Ranks(world_size)
     for number, (rows, n) in enumerate([(1, 8), (3, 1000), (130, 2048), (1, 8)]):
-        g = torch.Generator().manual_seed(number)
-        shape = (world_size, rows, n)
-        sizes = [torch.exp2(torch.randint(-6, 7, shape, generator=g).float()) for _ in range(world_size)]
-        wholes = [(torch.randn(shape, generator=g) * size).to(dtype) for size in sizes]
+        wholes = [data((world_size, rows, n), 10 * number + rank, dtype) for rank in range(world_size)]
         xs = [whole.cuda() for whole in wholes]
         torch.cuda.synchronize()
         found = [ranks.reduce_scatter_int8(xs, rounds_own=call == 1, join=False) for call in range(3)]
@@ -263,13 +206,9 @@ def test_reduce_scatter_as_int8(world_size: int, dtype: torch.dtype) -> None:
             ranks.reduce_scatter([x.view(-1, n) for x in xs], join=False)
         found.append(ranks.reduce_scatter_int8(xs, join=False))
         ranks.check()
-        travelled = [int8_sum.dequantised(*int8_sum.quantised(x.view(-1, n))).view(shape) for x in wholes]
         for call, results in enumerate(found):
             for rank, result in enumerate(results):
-                total = torch.zeros(rows, n)
-                for source in range(world_size):
-                    whole = source == rank and call != 1
-                    total += (wholes if whole else travelled)[source][rank]
+                total = model([whole[rank] for whole in wholes], rank, rounds_own=call == 1)[0]
                 assert torch.equal(result.cpu(), total.to(dtype)), f"call {call}, rank {rank}, {rows} x {n}"
 
 
@@ -296,10 +235,9 @@ def test_a_nan_that_looks_like_nothing_arrives_as_a_nan() -> None:
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 def test_a_rank_that_never_comes_is_named(mode: int) -> None:
     ranks = EmulatedRanks(4, timeout_s=0.3)
-    case = GemmRsCase(16, 520, 136, 4)
-    assert_exact(ranks, case, mode)
-    xs, weights, _ = gpu_inputs(case)
-    results = ranks.gemm_ar(xs, weights, mode=mode, absent={2})
+    made = problem("gemm_ar", 16, 520, 136, 4)
+    made.run(ranks, mode=mode)
+    results = made.call(ranks, mode=mode, absent={2})
     with pytest.raises(flux.CommTimeoutError) as caught:
         ranks.check()
     assert (caught.value.op, caught.value.epoch) == ("gemm_ar", 2)

@@ -44,35 +44,26 @@ def room(experts: int, n: int, k: int, dtype: torch.dtype, apart: bool) -> tuple
     )
 
 
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_stored(choice: int, dtype: torch.dtype, apart: bool) -> None:
+def test_products_are_stored_or_added_unrounded(
+    choice: int, dtype: torch.dtype, apart: bool, adds: bool
+) -> None:
     for seed, counts in enumerate(COUNTS):
         for n, k in SHAPES:
             grad, x, offsets = operands(counts, n, k, dtype, seed)
-            memory, out = room(len(counts), n, k, dtype, apart)
-            ops.launch(grad, x, offsets, out, choice)
-            assert torch.equal(out, products(grad, x, counts).to(dtype)), (counts, n, k)
-            out.fill_(float("nan"))
-            assert memory.isnan().all(), "written between the gradients"
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_added_unrounded(choice: int, dtype: torch.dtype, apart: bool) -> None:
-    for seed, counts in enumerate(COUNTS):
-        for n, k in SHAPES:
-            grad, x, offsets = operands(counts, n, k, dtype, seed)
-            memory, main_grad = room(len(counts), n, k, torch.float32, apart)
-            before = torch.arange(main_grad.numel(), device="cuda").view(main_grad.shape) % 1000 + 0.25
-            main_grad.copy_(before)
+            memory, out = room(len(counts), n, k, torch.float32 if adds else dtype, apart)
+            expected = products(grad, x, counts)
+            if adds:
+                before = torch.arange(out.numel(), device="cuda").view(out.shape) % 1000 + 0.25
+                out.copy_(before)
+                expected = before.double() + 2 * expected
             for _ in range(2):
-                ops.launch(grad, x, offsets, main_grad, choice)
-            expected = before.double() + 2 * products(grad, x, counts)
-            assert torch.equal(main_grad.double(), expected), (counts, n, k)
-            main_grad.fill_(float("nan"))
+                ops.launch(grad, x, offsets, out, choice)
+            assert torch.equal(out, expected.to(out.dtype)), (counts, n, k)
+            out.fill_(float("nan"))
             assert memory.isnan().all(), "written between the gradients"
 
 
