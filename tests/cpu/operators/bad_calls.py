@@ -4,6 +4,8 @@ mistake. All of it is made here, from one table of good calls and one of bad val
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,35 +66,57 @@ def scaled_arguments(by_block: bool, out_dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def of_scaled(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference, called with the arguments of the public function."""
+def plain(reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda out=None, **rest: reference(**rest)
 
-    def scaled_reference(
-        scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, out: Any = None, **rest: Any
-    ) -> Any:
-        group = {} if reference is gemm.reference else {"group": None}
-        arguments = {**rest, **group}
-        names = ("x", "weight", "bias", "group", "transpose_weight")
-        ordered = [arguments[name] for name in names if name in arguments]
-        return reference(*ordered, scale_x, scale_w, out_dtype, accumulate)
+
+def normed(reference: Callable[..., Tensor]) -> Callable[..., Any]:
+    def norm_reference(norm_weight: Tensor | None, eps: float, **rest: Any) -> Any:
+        total = reference(**rest)
+        return total if norm_weight is None else (gemm_ar.rms_norm(total, norm_weight, eps), total)
+
+    return norm_reference
+
+
+def of_scaled(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference that takes scales by position, for the arguments of the public function."""
+    group = ("group",) if "group" in inspect.signature(reference).parameters else ()
+    before = ("x", "weight", "bias", *group, "transpose_weight")
+    if reference is grouped_gemm.reference:
+        before = ("x", "weight", "offsets", "rows", "activation")
+
+    def scaled_reference(out: Any = None, **rest: Any) -> Any:
+        return reference(*(rest.get(name) for name in (*before, *fp8.NAMES)))
 
     return scaled_reference
+
+
+MODULES = (gemm, gemm_rs, ag_gemm, gemm_ar, all_gather, all_reduce, reduce_scatter, grouped_gemm, quantize)
+REFERENCES = {module.__name__.split(".")[-1]: module.reference for module in MODULES}
+
+
+def good(op: str, call: Callable[..., Any] | None = None, **arguments: Any) -> Good:
+    """A call of a public function beside its reference; of those that have none, beside itself."""
+    function = call or operator.attrgetter(op)(flux)
+    wrap = normed if "norm_weight" in arguments else of_scaled if "scale_w" in arguments else plain
+    reference = wrap(REFERENCES[op]) if op in REFERENCES else function
+    return Good(op, function, reference, arguments)
+
+
+def main_grad_of(op: str) -> Callable[..., Tensor]:
+    """What a call has added to."""
+
+    def call(main_grad: Tensor, **rest: Any) -> Tensor:
+        getattr(flux, op)(main_grad=main_grad, **rest)
+        return main_grad
+
+    return call
 
 
 def good_scaled_calls(p: int) -> list[Good]:
     """Calls with fp8 operands, and of what makes them."""
     # Sums of blocks are not exact in 16 bits.
     rows, block = scaled_arguments(False, torch.float16), scaled_arguments(True, torch.float32)
-    calls = []
-    for op, function, reference, count in (
-        ("gemm", flux.gemm, gemm.reference, M),
-        ("gemm_rs", flux.gemm_rs, gemm_rs.reference, M // p),
-    ):
-        of = of_scaled(reference)
-        calls += [
-            Good(op, function, of, rows | {"out": torch.zeros(count, N).half()}),
-            Good(op, function, of, block),
-        ]
     ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
     routing = flux.moe.route(ids, scores, 4)
     how = {"scale_x": 1 + integers(M, 1).abs(), "out_dtype": torch.float32, "accumulate": "promoted"}
@@ -101,169 +125,59 @@ def good_scaled_calls(p: int) -> list[Good]:
     of_hidden = how | {"x": hidden, "scale_x": 1 + integers(len(hidden), 1).abs()}
     experts = {"weight": integers(4, N, K, odd=3).to(FP8[0]), "scale_w": 1 + integers(4, N).abs()}
     w2 = {"weight": integers(4, K, N, odd=1).to(FP8[0]), "scale_w": 1 + integers(4, K).abs()}
-    offsets = torch.tensor([0, 3, 3, 5, M], dtype=torch.int32)
-
-    def grouped_reference(**rest: Any) -> Any:
-        names = ("x", "weight", "offsets", "rows", "activation", *fp8.NAMES)
-        return grouped_gemm.reference(*(rest[name] for name in names))
-
+    offsets, order = torch.tensor([0, 3, 3, 5, M], dtype=torch.int32), torch.arange(M).flip(0)
+    x, given = integers(M, K), torch.ones(1)
     return [
-        *calls,
-        Good(
-            "grouped_gemm",
-            flux.grouped_gemm,
-            grouped_reference,
-            tokens | experts | {"offsets": offsets, "rows": torch.arange(M).flip(0), "activation": "silu"},
-        ),
-        Good(
-            "moe.ag_scatter_gemm",
-            flux.moe.ag_scatter_gemm,
-            flux.moe.ag_scatter_gemm,
-            tokens | experts | {"routing": routing, "activation": None},
-        ),
-        Good(
-            "moe.gemm_gather_rs",
-            flux.moe.gemm_gather_rs,
-            flux.moe.gemm_gather_rs,
-            of_hidden | w2 | {"routing": routing},
-        ),
-        Good(
-            "quantize",
-            flux.quantize,
-            quantize.reference,
-            {"x": integers(M, K), "quant": "row", "scale": None, "ue8m0": False, "dtype": FP8[0]},
-        ),
-        Good(
-            "quantize",
-            flux.quantize,
-            quantize.reference,
-            {"x": integers(M, K), "quant": "tensor", "scale": torch.ones(1), "ue8m0": False, "dtype": FP8[1]},
-        ),
+        good("gemm", **rows, out=torch.zeros(M, N).half()),
+        good("gemm", **block),
+        good("gemm_rs", **rows, out=torch.zeros(M // p, N).half()),
+        good("gemm_rs", **block),
+        good("grouped_gemm", **tokens, **experts, offsets=offsets, rows=order, activation="silu"),
+        good("moe.ag_scatter_gemm", **tokens, **experts, routing=routing, activation=None),
+        good("moe.gemm_gather_rs", **of_hidden, **w2, routing=routing),
+        good("quantize", x=x, quant="row", scale=None, ue8m0=False, dtype=FP8[0]),
+        good("quantize", x=x, quant="tensor", scale=given, ue8m0=False, dtype=FP8[1]),
     ]
 
 
 def good_calls(p: int) -> list[Good]:
     """One for each public function that takes tensors; new tensors every time."""
     x, weight, bias = integers(M, K), integers(N, K, odd=1), integers(N, odd=2)
-    common = {"x": x, "weight": weight, "bias": bias, "transpose_weight": False}
-
-    def out(rows: int) -> Tensor:
-        return torch.zeros(rows, N)
-
-    def with_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda out, **rest: function(**rest)
-
-    def normed(reference: Callable[..., Tensor]) -> Callable[..., Any]:
-        def norm_reference(norm_weight: Tensor | None, eps: float, **rest: Any) -> Any:
-            total = reference(**rest)
-            return total if norm_weight is None else (gemm_ar.rms_norm(total, norm_weight, eps), total)
-
-        return norm_reference
-
-    def wgrad(grad_output: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
-        flux.wgrad_accum(grad_output, x, main_grad)
-        return main_grad
-
-    def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> Tensor:
-        flux.grouped_wgrad_accum(grad_output, x, offsets, main_grad)
-        return main_grad
-
+    common: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "transpose_weight": False}
     offsets = torch.tensor([0, 3, 3, M], dtype=torch.int32)
-    experts = integers(3, N, K, odd=3)
+    experts, order = integers(3, N, K, odd=3), torch.arange(M).flip(0)
     ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
     routing = flux.moe.route(ids, scores, 4)
     w1, w2 = integers(4, N, K), integers(4, K, N, odd=1)
-    hidden = integers(len(routing.rows), N)
-    calls = [
-        Good("gemm", flux.gemm, with_out(gemm.reference), common | {"out": out(M)}),
-        Good("gemm_rs", flux.gemm_rs, with_out(gemm_rs.reference), common | {"out": out(M // p)}),
-        Good("ag_gemm", flux.ag_gemm, with_out(ag_gemm.reference), common | {"out": out(M * p)}),
-        Good(
-            "gemm_ar",
-            flux.gemm_ar,
-            with_out(gemm_ar.reference),
-            common | {"residual": integers(M, N), "out": out(M)},
-        ),
-        Good(
-            "gemm_ar",
-            flux.gemm_ar,
-            normed(gemm_ar.reference),
-            common | {"residual": integers(M, N), "norm_weight": integers(N), "eps": 1e-6},
-        ),
-        Good(
-            "all_gather",
-            flux.all_gather,
-            with_out(all_gather.reference),
-            {"x": x, "out": torch.zeros(M * p, K)},
-        ),
-        Good(
-            "all_reduce",
-            flux.all_reduce,
-            with_out(all_reduce.reference),
-            {"x": x, "residual": integers(M, K), "out": torch.zeros(M, K)},
-        ),
-        Good(
-            "all_reduce",
-            flux.all_reduce,
-            normed(all_reduce.reference),
-            {"x": x, "residual": integers(M, K), "norm_weight": integers(K), "eps": 1e-6},
-        ),
-        Good(
-            "reduce_scatter",
-            flux.reduce_scatter,
-            with_out(reduce_scatter.reference),
-            {"x": x, "out": torch.zeros(M // p, K)},
-        ),
-        Good(
-            "grouped_gemm",
-            flux.grouped_gemm,
-            grouped_gemm.reference,
-            {
-                "x": x,
-                "weight": experts,
-                "offsets": offsets,
-                "rows": torch.arange(M).flip(0),
-                "activation": "silu",
-            },
-        ),
-        Good(
-            "wgrad_accum",
-            wgrad,
-            lambda grad_output, x, main_grad: main_grad,
-            {"grad_output": integers(M, N), "x": x, "main_grad": torch.zeros(N, K)},
-        ),
-        Good(
-            "grouped_wgrad",
-            flux.grouped_wgrad,
-            flux.grouped_wgrad,
-            {"grad_output": integers(M, N), "x": x, "offsets": offsets},
-        ),
-        Good(
+    hidden, grad, like_x = integers(len(routing.rows), N), integers(M, N), integers(M, K)
+    of_norm = {"residual": like_x, "norm_weight": integers(K), "eps": 1e-6}
+
+    def out(rows: int, columns: int = N) -> Tensor:
+        return torch.zeros(rows, columns)
+
+    return [
+        good("gemm", **common, out=out(M)),
+        good("gemm_rs", **common, out=out(M // p)),
+        good("ag_gemm", **common, out=out(M * p)),
+        good("gemm_ar", **common, residual=grad, out=out(M)),
+        good("gemm_ar", **common, residual=grad, norm_weight=integers(N), eps=1e-6),
+        good("all_gather", x=x, out=out(M * p, K)),
+        good("all_reduce", x=x, residual=like_x, out=out(M, K)),
+        good("all_reduce", x=x, **of_norm),
+        good("reduce_scatter", x=x, out=out(M // p, K)),
+        good("grouped_gemm", x=x, weight=experts, offsets=offsets, rows=order, activation="silu"),
+        good("wgrad_accum", main_grad_of("wgrad_accum"), grad_output=grad, x=x, main_grad=out(N, K)),
+        good("grouped_wgrad", grad_output=grad, x=x, offsets=offsets),
+        good(
             "grouped_wgrad_accum",
-            grouped_wgrad,
-            lambda grad_output, x, offsets, main_grad: main_grad,
-            {"grad_output": integers(M, N), "x": x, "offsets": offsets, "main_grad": torch.zeros(3, N, K)},
+            main_grad_of("grouped_wgrad_accum"),
+            **{"grad_output": grad, "x": x, "offsets": offsets, "main_grad": torch.zeros(3, N, K)},
         ),
-        Good(
-            "moe.route",
-            flux.moe.route,
-            flux.moe.route,
-            {"topk_ids": ids, "topk_weights": scores, "num_experts": 4, "ep_size": 1, "max_tokens": M},
-        ),
-        Good(
-            "moe.ag_scatter_gemm",
-            flux.moe.ag_scatter_gemm,
-            flux.moe.ag_scatter_gemm,
-            {"x": x, "weight": w1, "routing": routing, "activation": None},
-        ),
-        Good(
-            "moe.gemm_gather_rs",
-            flux.moe.gemm_gather_rs,
-            flux.moe.gemm_gather_rs,
-            {"x": hidden, "weight": w2, "routing": routing},
-        ),
+        good("moe.route", topk_ids=ids, topk_weights=scores, num_experts=4, ep_size=1, max_tokens=M),
+        good("moe.ag_scatter_gemm", x=x, weight=w1, routing=routing, activation=None),
+        good("moe.gemm_gather_rs", x=hidden, weight=w2, routing=routing),
+        *good_scaled_calls(p),
     ]
-    return calls + good_scaled_calls(p)
 
 
 def bad_tensors(good: Tensor, needs_grad: bool) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import warnings
@@ -37,8 +38,8 @@ def same(result: Any, expected: Any) -> bool:
     )
 
 
-def judge(good: Good, what: str, arguments: dict[str, Any]) -> str:
-    """What is wrong with how a bad call ends; empty if nothing is."""
+def judge(good: Good, what: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """What is wrong with how a bad call ends, empty if nothing is; and whether it is refused."""
     argument = what.split(":")[0]
     try:
         result = good.call(**arguments)
@@ -46,50 +47,48 @@ def judge(good: Good, what: str, arguments: dict[str, Any]) -> str:
         # Two arguments that do not fit each other: either may be named.
         names = "|".join(re.escape(name) for name in {*arguments, argument, "group", "scale_x"})
         form = rf"{re.escape(good.op)}: ({names})(\[\d+\])?: expected .+, got .+"
-        return "" if re.fullmatch(form, str(error), re.DOTALL) else f"says {error!r}"
+        return "" if re.fullmatch(form, str(error), re.DOTALL) else f"says {error!r}", True
     except Exception as error:
-        return f"raises {error!r}"
+        return f"raises {error!r}", False
     try:
         expected = good.reference(**arguments)
     except Exception as error:
-        return f"returns {result!r}, torch raises {error!r}"
-    return "" if same(result, expected) else f"returns {result!r}, torch {expected!r}"
+        return f"returns {result!r}, torch raises {error!r}", False
+    return "" if same(result, expected) else f"returns {result!r}, torch {expected!r}", False
 
 
-def alone(rank: int, p: int) -> tuple[int, list[str]]:
+Calls = set[tuple[int, str]]  # the number of a good call, and what is wrong with one that is made of it
+
+
+def alone(rank: int, p: int) -> tuple[int, list[str], Calls]:
+    """How many bad calls there are, what is wrong with how they end, and which of them are refused."""
     warnings.simplefilter("ignore")
-    count, complaints = 0, []
+    count, complaints, refused = 0, [], set()
     for number, good in enumerate(good_calls(p)):
         assert same(good.call(**good.arguments), good.reference(**good.arguments)), good.op
         for what, arguments in bad_calls(good_calls(p)[number]):
             count += 1
-            said = judge(good, what, arguments)
+            said, is_refused = judge(good, what, arguments)
+            if is_refused:
+                refused.add((number, what))
             if said:
                 complaints.append(f"{good.op}: {what}: {said}"[:300])
-    return count, complaints
+    return count, complaints, refused
+
+
+@functools.cache
+def of_one_rank() -> tuple[int, list[str], Calls]:
+    ((count, complaints, refused),) = spawn(alone, 1, backend="gloo")
+    return count, complaints, refused
 
 
 def test_bad_calls_end_in_an_error_or_torchs_result() -> None:
-    ((count, complaints),) = spawn(alone, 1, backend="gloo")
+    count, complaints, _ = of_one_rank()
     assert complaints == []
     assert count >= 2000
 
 
-def refusals(rank: int, p: int) -> list[tuple[int, str]]:
-    """Which bad calls are refused, by the number of the good one and what is wrong."""
-    warnings.simplefilter("ignore")
-    found = []
-    for number in range(len(good_calls(p))):
-        good = good_calls(p)[number]
-        for what, arguments in bad_calls(good):
-            try:
-                good.call(**arguments)
-            except (TypeError, ValueError):
-                found.append((number, what))
-    return found
-
-
-def by_one_rank(rank: int, p: int, refused: set[tuple[int, str]]) -> tuple[int, list[str]]:
+def by_one_rank(rank: int, p: int, refused: Calls) -> tuple[int, list[str]]:
     """Rank 0 alone makes calls that are refused. They end before anything is exchanged: nobody notices."""
     warnings.simplefilter("ignore")
     count, complaints = 0, []
@@ -115,8 +114,9 @@ def by_one_rank(rank: int, p: int, refused: set[tuple[int, str]]) -> tuple[int, 
 
 
 def test_bad_calls_of_one_rank_leave_no_trace() -> None:
-    (refused,) = spawn(refusals, 1, backend="gloo")
     for world_size in (2, 4):
-        results = spawn(by_one_rank, world_size, set(refused), backend="gloo", env={"FLUX_TIMEOUT_S": "60"})
+        results = spawn(
+            by_one_rank, world_size, of_one_rank()[2], backend="gloo", env={"FLUX_TIMEOUT_S": "60"}
+        )
         assert [complaint for _, complaints in results for complaint in complaints] == []
         assert results[0][0] >= 1000

@@ -20,8 +20,11 @@ from repeated import (
     Machine,
     add_workspace,
     arguments,
+    column_major,
     flat,
+    fp8,
     roles,
+    scale,
     tensor,
     tensors_of,
     told,
@@ -153,29 +156,62 @@ def test_layers_of_experts_keep_no_promise_about_batches(machine: Machine, works
         moe.ag_scatter_gemm(**given)
 
 
-def test_another_call_is_not_taken_for_a_known_one(machine: Machine, workspace: CudaWorkspace) -> None:
-    x, weight, bias = tensor(8, 64), tensor(16, 64), tensor(16)
-    changes: tuple[dict[str, Any], ...] = (
-        {"x": tensor(16, 64)},
-        {"x": tensor(2, 4, 64)},
-        {"x": tensor(8, 128)[:, ::2]},  # other strides
-        {"x": x.half(), "weight": weight.half()},
-        {"x": tensor(8, 32), "weight": tensor(16, 32)},
-        {"weight": tensor(24, 64)},
-        {"weight": tensor(64, 16), "transpose_weight": True},
-        {"bias": bias},
-        {"out": tensor(4, 16)},
-    )
-    given = {"x": x, "weight": weight}
-    assert count(machine, lambda: flux.gemm_rs(**given)) == PYTHON
-    assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
+X, W = tensor(8, 64), tensor(16, 64)
+SCALED = {"x": fp8(8, 256), "weight": fp8(16, 256), "scale_x": scale(8, 1), "scale_w": scale(16)}
+# A call of gemm_rs, and changes that make another call of it.
+CHANGES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        {"x": X, "weight": W},
+        [
+            {"x": tensor(16, 64)},
+            {"x": tensor(2, 4, 64)},
+            {"x": tensor(8, 128)[:, ::2]},  # other strides
+            {"x": X.half(), "weight": W.half()},
+            {"x": tensor(8, 32), "weight": tensor(16, 32)},
+            {"weight": tensor(24, 64)},
+            {"weight": tensor(64, 16), "transpose_weight": True},
+            {"bias": tensor(16)},
+            {"out": tensor(4, 16)},
+        ],
+    ),
+    (
+        SCALED,
+        [
+            {"scale_x": scale(1)},
+            {"scale_x": scale(8)},
+            {"scale_w": scale(1)},
+            {"scale_w": scale(1, 16)},
+            {"scale_x": column_major(8, 2), "scale_w": scale(1, 2)},
+            {"x": SCALED["x"].to(torch.float8_e5m2)},
+            {"out_dtype": torch.float16},
+            {"accumulate": "fast"},
+            {"bias": tensor(16)},
+            {"out": tensor(4, 16)},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "changes"), CHANGES, ids=["16 bits", "fp8"])
+def test_another_call_is_not_taken_for_a_known_one(
+    given: dict[str, Any], changes: list[dict[str, Any]], machine: Machine, workspace: CudaWorkspace
+) -> None:
+    def made(**change: Any) -> tuple[int, int]:
+        return count(machine, lambda: flux.gemm_rs(**{**given, **change}))
+
+    assert [made(), made()] == [PYTHON, CPP]
     for change in changes:
-        assert count(machine, lambda change=change: flux.gemm_rs(**{**given, **change})) == PYTHON, change
-        assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
+        assert made(**change) == PYTHON, change
+        # Strides that kernels cannot take are copied in every call.
+        assert made(**change) == (CPP if change.get("x", X).is_contiguous() else PYTHON), change
+        assert made() == CPP
+    assert made(out_dtype=torch.bfloat16) == CPP, "the default"
     with flux.batch_invariant():
-        assert count(machine, lambda: flux.gemm_rs(**given)) == PYTHON
-        assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
-    residual, norm_weight = tensor(8, 64), tensor(64)
+        assert [made(), made()] == [PYTHON, CPP]
+
+
+def test_another_eps_is_another_call(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, residual, norm_weight = tensor(8, 64), tensor(8, 64), tensor(64)
     for eps in (1e-5, 1e-6):
         for expected in (PYTHON, CPP):
             call = lambda eps=eps: flux.all_reduce(x, residual=residual, norm_weight=norm_weight, eps=eps)  # noqa: E731

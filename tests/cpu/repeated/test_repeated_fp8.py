@@ -79,39 +79,6 @@ def test_a_gemm_is_repeated_with_its_own_scales(
     assert len(alone) == len(machine.dispatched) == 2
 
 
-def test_scales_and_what_goes_with_them_are_part_of_a_known_call(
-    machine: Machine, workspace: CudaWorkspace
-) -> None:
-    given: dict[str, Any] = {
-        "x": fp8(8, 256),
-        "weight": fp8(16, 256),
-        "scale_x": scale(8, 1),
-        "scale_w": scale(16),
-    }
-    blocks = {"scale_x": column_major(8, 2), "scale_w": scale(1, 2)}
-    changes: tuple[dict[str, Any], ...] = (
-        {"scale_x": scale(1)},
-        {"scale_x": scale(8)},
-        {"scale_w": scale(1)},
-        {"scale_w": scale(1, 16)},
-        blocks,
-        {"x": fp8(8, 256).to(E5M2)},
-        {"out_dtype": torch.float16},
-        {"accumulate": "fast"},
-        {"bias": tensor(16)},
-        {"out": tensor(4, 16)},
-    )
-    call = lambda **change: flux.gemm_rs(**{**given, **change})  # noqa: E731
-    assert [count(machine, call), count(machine, call)] == [PYTHON, CPP]
-    for change in changes:
-        changed = lambda change=change: call(**change)  # noqa: E731
-        assert [count(machine, changed), count(machine, changed)] == [PYTHON, CPP], change
-        assert count(machine, call) == CPP
-    assert count(machine, lambda: call(out_dtype=torch.bfloat16)) == CPP, "the default"
-    with flux.batch_invariant():
-        assert [count(machine, call), count(machine, call)] == [PYTHON, CPP]
-
-
 def strided(rows: int, columns: int, strides: tuple[int, int]) -> torch.Tensor:
     return torch.ones(1024).as_strided((rows, columns), strides)
 
@@ -177,12 +144,6 @@ def test_wrong_calls_are_refused_when_the_right_one_is_known(
             flux.gemm_rs(x, weight, **{**scales, **change})
     with torch.no_grad():
         assert count(machine, lambda: flux.gemm_rs(x, weight, **{**scales, **trained})) == CPP
-
-
-def test_16_bit_calls_with_the_dtype_of_x_are_known(machine: Machine, workspace: CudaWorkspace) -> None:
-    x, weight = tensor(8, 64), tensor(16, 64)
-    assert count(machine, lambda: flux.gemm_rs(x, weight)) == PYTHON
-    assert count(machine, lambda: flux.gemm_rs(x, weight, out_dtype=torch.bfloat16)) == CPP
 
 
 @pytest.mark.parametrize(

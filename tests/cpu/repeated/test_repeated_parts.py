@@ -28,44 +28,47 @@ def in_parts(machine: Machine, workspace: CudaWorkspace, gemms: Any, monkeypatch
 
 
 # The kernels of a call in parts, and what each of them is given. "scratch": memory of the call's own.
-PARTS = {
-    "gemm_rs": {"gemm": ["x", "weight", None, "scratch"], "all_reduce": ["scratch", "result 0"]},
-    "ag_gemm": {"all_gather": ["x", "scratch"], "gemm": ["scratch", "weight", None, "result 0"]},
-    "ag_gemm gathered": {
+SUM = {"gemm": ["x", "weight", None, "scratch"], "all_reduce": ["scratch", "result 0"]}
+WITH_RESIDUAL = SUM | {"all_reduce": ["scratch", "result 0", "residual"]}
+COMPOSED = {"gemm_rs": ["x", "weight", None, "scratch"], "all_gather": ["scratch", "result 0"]}
+PARTS: dict[tuple[str, str], dict[str, list[str | None]]] = {
+    ("parts", "gemm_rs"): SUM,
+    ("parts", "ag_gemm"): {"all_gather": ["x", "scratch"], "gemm": ["scratch", "weight", None, "result 0"]},
+    ("parts", "ag_gemm gathered"): {
         "all_gather": ["x", "result 1"],
         "gemm": ["result 1", "weight", None, "result 0"],
     },
-    "gemm_ar": {"gemm": ["x", "weight", None, "scratch"], "all_reduce": ["scratch", "result 0"]},
-    "gemm_ar bias": {
-        "gemm": ["x", "weight", "bias", "scratch"],
-        "all_reduce": ["scratch", "result 0", "residual"],
-    },
-    "gemm_ar residual": {
-        "gemm": ["x", "weight", None, "scratch"],
-        "all_reduce": ["scratch", "result 0", "residual"],
-    },
-    "gemm_ar norm": {
-        "gemm": ["x", "weight", None, "scratch"],
-        "all_reduce": ["scratch", "result 0", "residual", "norm_weight", "result 1"],
-    },
+    ("parts", "gemm_ar"): SUM,
+    ("parts", "gemm_ar bias"): WITH_RESIDUAL | {"gemm": ["x", "weight", "bias", "scratch"]},
+    ("parts", "gemm_ar residual"): WITH_RESIDUAL,
+    ("parts", "gemm_ar norm"): SUM
+    | {"all_reduce": ["scratch", "result 0", "residual", "norm_weight", "result 1"]},
+    ("composed", "gemm_ar"): COMPOSED,
+    ("composed", "gemm_ar alone bias"): COMPOSED | {"gemm_rs": ["x", "weight", "bias", "scratch"]},
 }
 MORE = {
     "ag_gemm gathered": {"return_gathered": True},
     "gemm_ar bias": {"bias": tensor(16), "residual": tensor(8, 16)},
+    "gemm_ar alone bias": {"bias": tensor(16)},
     "gemm_ar residual": {"residual": tensor(8, 16)},
     "gemm_ar norm": {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5},
 }
 
 
 @pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize("op", PARTS)
+@pytest.mark.parametrize(("way", "op"), PARTS)
 def test_a_call_in_parts_is_repeated_as_a_whole(
-    op: str, with_out: bool, machine: Machine, in_parts: None
+    way: str, op: str, with_out: bool, machine: Machine, in_parts: None, workspace: CudaWorkspace
 ) -> None:
+    workspace.tuning = Tuning(forced=way)
     call, given = CALLS[op.split()[0]], arguments(op.split()[0]) | MORE.get(op, {})
-    if with_out and op in WITH_OUT:
+    if with_out and (op in WITH_OUT or way == "composed"):
         given["out"] = call(**given)
-    flux.all_gather(given["x"])  # a part that is known by itself already
+    # A part that is known by itself already.
+    if way == "parts":
+        flux.all_gather(given["x"])
+    else:
+        flux.gemm_rs(given["x"], given["weight"], given.get("bias"))
     machine.dispatched.clear()
     call(**given)
     for _ in range(2):
@@ -74,8 +77,8 @@ def test_a_call_in_parts_is_repeated_as_a_whole(
         result = call(**given)
         assert len(machine.dispatched) == 2, "Python has launched once"
         named = roles({name: value for name, value in given.items() if name != "out"}, result)
-        assert [name.split("::_")[1] for name, _, _ in machine.repeated] == list(PARTS[op])
-        for (_, addresses, _), expected in zip(machine.repeated, PARTS[op].values(), strict=True):
+        assert [name.split("::_")[1] for name, _, _ in machine.repeated] == list(PARTS[way, op])
+        for (_, addresses, _), expected in zip(machine.repeated, PARTS[way, op].values(), strict=True):
             assert told(named, addresses)[: len(expected)] == expected
         everything = {address for _, addresses, _ in machine.repeated for address in addresses}
         scratch = everything - {None, *named}
@@ -104,37 +107,6 @@ def test_one_rank_adds_the_bias(
     flux.gemm_ar(tensor(8, 64), tensor(16, 64), tensor(16))
     (_, operands), _ = machine.dispatched
     assert operands[2] is None
-
-
-COMPOSED = {
-    "gemm_ar": {"gemm_rs": ["x", "weight", None, "scratch"], "all_gather": ["scratch", "result 0"]},
-    "gemm_ar bias": {"gemm_rs": ["x", "weight", "bias", "scratch"], "all_gather": ["scratch", "result 0"]},
-}
-
-
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize("op", COMPOSED)
-def test_a_composed_call_is_repeated_as_a_whole(
-    op: str, with_out: bool, machine: Machine, workspace: CudaWorkspace
-) -> None:
-    workspace.tuning = Tuning(forced="composed")
-    given = arguments("gemm_ar") | ({"bias": tensor(16)} if "bias" in op else {})
-    if with_out:
-        given["out"] = flux.gemm_ar(**given)
-    flux.gemm_rs(given["x"], given["weight"], given.get("bias"))  # a part that is known by itself already
-    machine.dispatched.clear()
-    flux.gemm_ar(**given)
-    for _ in range(2):
-        given = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-        machine.repeated.clear()
-        result = flux.gemm_ar(**given)
-        assert len(machine.dispatched) == 2, "Python has launched once"
-        named = roles({name: value for name, value in given.items() if name != "out"}, result)
-        assert [name.split("::_")[1] for name, _, _ in machine.repeated] == list(COMPOSED[op])
-        for (_, addresses, _), expected in zip(machine.repeated, COMPOSED[op].values(), strict=True):
-            assert told(named, addresses)[: len(expected)] == expected
-        (_, first, _), (_, second, _) = machine.repeated
-        assert first[3] == second[0], "the gather reads what the sum wrote"
 
 
 def test_each_part_by_copy_engines_has_an_epoch_of_its_own(
