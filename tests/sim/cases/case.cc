@@ -8,55 +8,50 @@
 
 namespace cases {
 
-std::vector<int> multiply(const Values& x, const Values& weight, bool transposed) {
+Sums multiply(const Values& x, const Values& weight, bool transposed) {
   const int n = transposed ? weight.columns : weight.rows;
-  std::vector<int> product(static_cast<size_t>(x.rows) * static_cast<size_t>(n));
-  std::vector<int> by_k;  // [k][n]
+  Sums product(x.rows * n);
+  Sums by_k;  // [k][n]
   for (int k = 0; k < x.columns; ++k) {
     for (int column = 0; column < n; ++column) {
       by_k.push_back(transposed ? weight.at(k, column) : weight.at(column, k));
     }
   }
   for (int row = 0; row < x.rows; ++row) {
-    int* const sums = &product[static_cast<size_t>(row) * static_cast<size_t>(n)];
+    int* const sums = &product[row * n];
     for (int k = 0; k < x.columns; ++k) {
       const int factor = x.at(row, k);
-      const int* const others = &by_k[static_cast<size_t>(k) * static_cast<size_t>(n)];
+      const int* const others = &by_k[k * n];
       for (int column = 0; column < n; ++column) sums[column] += factor * others[column];
     }
   }
   return product;
 }
 
-void expect(const Values& out, const std::vector<int>& expected, DType dtype, const char* name,
-            bool may_fail) {
+void expect(const Values& out, const Sums& expected, DType dtype, const std::string& name, bool may_fail) {
   for (int row = 0; row < out.rows; ++row) {
     for (int column = 0; column < out.stride; ++column) {
       const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
       const bool inside = column < out.columns;
-      const int value = inside ? expected[static_cast<size_t>(row) * static_cast<size_t>(out.columns) +
-                                          static_cast<size_t>(column)]
-                               : 0;
-      const uint16_t right = inside ? rounded(static_cast<float>(value), dtype) : Values::kUntouched;
+      const int value = inside ? expected[row * out.columns + column] : 0;
+      const uint16_t right = inside ? rounded(value, dtype) : Values::kUntouched;
       // Both zeros are right.
       if (found == right || (inside && widened(found, dtype) == widened(right, dtype))) continue;
       if (may_fail && inside && widened(found, dtype) != widened(found, dtype)) continue;
-      sim::report(std::string(name) + "[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(widened(found, dtype)) + ", and not " +
-                      (inside ? std::to_string(value) : "left alone"),
-                  nullptr);
+      wrong(name, "[", row, "][", column, "] is ", widened(found, dtype), ", and not ",
+            inside ? std::to_string(value) : "left alone");
     }
   }
 }
 
 static bool verbose = false;
 
-void describe(const std::string& what) {
+void describe_case(const std::string& what) {
   sim::machine.case_name += ": " + what;
   if (verbose) std::fprintf(stderr, "%s\n", sim::machine.case_name.c_str());
 }
 
-int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
+static int run_cases(int argc, char** argv) {
   uint64_t seed = 1;
   int count = 1;
   double seconds = 1e9;
@@ -73,7 +68,7 @@ int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
   const auto start = std::chrono::steady_clock::now();
   int run = 0;
   for (int i = 0; i < count; ++i, ++seed) {
-    for (const NamedCase& each : all) {
+    for (const NamedCase& each : kCases) {
       if (!only.empty() && only != each.name) continue;
       if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > seconds) break;
       sim::machine.case_name = std::string("--only ") + each.name + " --seed " + std::to_string(seed);
@@ -92,3 +87,5 @@ int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
 }
 
 }  // namespace cases
+
+int main(int argc, char** argv) { return cases::run_cases(argc, argv); }

@@ -1,6 +1,7 @@
 // What cases share: matrices of small integers on a rank, exact comparison, and the command line.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <random>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
 #include "machine.h"
@@ -15,6 +17,7 @@
 
 namespace cases {
 
+using flux::gemm::Cluster;
 using flux::runtime::DType;
 using flux::runtime::Matrix;
 
@@ -41,6 +44,13 @@ inline int draw_16bit_tile(Random& random, bool (*wanted)(const flux::gemm::Tile
     if (wanted(flux::gemm::kTileConfigs[config])) return config;
   }
 }
+// A choice of the cost model: of ordinary tiles, or of swap-AB tiles.
+inline int pack(int config, Cluster cluster, int raster) {
+  return flux::gemm::pack_choice(config, static_cast<int>(cluster), raster);
+}
+inline int pack(int config, int split, int sharers) {
+  return flux::gemm::pack_choice(config, split, sharers);
+}
 constexpr int k16BitSwapAbTiles = [] {
   int count = 0;
   for (const auto& tile : flux::gemm::kSwapAbConfigs) count += !tile.is_fp8;
@@ -53,6 +63,38 @@ inline uint16_t rounded(float value, DType dtype) {
 inline float widened(uint16_t bits, DType dtype) {
   return dtype == DType::kBFloat16 ? static_cast<float>(__nv_bfloat16{bits})
                                    : static_cast<float>(__half{bits});
+}
+// A number as a kernel stores it.
+inline float rounded_to(float value, DType dtype) { return widened(rounded(value, dtype), dtype); }
+
+// Strings and numbers behind each other.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  const auto of = [](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      return std::to_string(part);
+    } else {
+      return std::string(part);
+    }
+  };
+  return (std::string() + ... + of(parts));
+}
+inline const char* name_of(DType dtype) {
+  return dtype == DType::kBFloat16 ? ", bf16" : dtype == DType::kFloat16 ? ", fp16" : ", fp32";
+}
+inline std::string name_of(int call, int rank, const char* what) {
+  return text("call ", call, ", rank ", rank, ": ", what);
+}
+// Tells what is about to run, for reports.
+void describe_case(const std::string& what);
+template <class... Parts>
+void describe(const Parts&... parts) {
+  describe_case(text(parts...));
+}
+// Ends the case as one that is wrong.
+template <class... Parts>
+[[noreturn]] void wrong(const Parts&... parts) {
+  sim::report(text(parts...), nullptr);
 }
 
 // A matrix in a rank's memory, and the integers that it was filled with. `before`: rows in front of these, which have
@@ -72,44 +114,66 @@ struct Values {
   static constexpr uint16_t kUntouched = 0x7FA5;  // a NaN of both types
 
   void fill(Random& random, DType dtype, int most = 2) {
-    values.resize(static_cast<size_t>(rows) * static_cast<size_t>(columns));
+    values.resize(rows * columns);
     for (int row = 0; row < rows; ++row) {
       for (int column = 0; column < columns; ++column) {
         const int value = random.between(-most, most);
-        values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)] = value;
-        data[static_cast<int64_t>(row) * stride + column] = rounded(static_cast<float>(value), dtype);
+        values[row * columns + column] = value;
+        data[static_cast<int64_t>(row) * stride + column] = rounded(value, dtype);
       }
       sim::mark_written(&data[static_cast<int64_t>(row) * stride], columns * int64_t{2});
     }
   }
-  int at(int row, int column) const {
-    return values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)];
-  }
+  int at(int row, int column) const { return values[row * columns + column]; }
   Matrix matrix() const {
     return {data - static_cast<int64_t>(before) * stride, before + rows, columns, stride};
   }
 };
+
+inline DType draw_dtype(Random& random) { return static_cast<DType>(random.below(2)); }
+
+// Memory of a rank that nobody has written; room for one element at least.
+template <class T>
+T* allocate(int64_t count, int device, const char* name) {
+  return static_cast<T*>(sim::allocate(std::max<int64_t>(1, count) * sizeof(T), device, name));
+}
+// Memory of a rank with these elements.
+template <class T>
+T* copied(const std::vector<T>& values, int device, const char* name) {
+  T* const there = allocate<T>(values.size(), device, name);
+  std::copy(values.begin(), values.end(), there);
+  sim::mark_written(there, values.size() * sizeof(T));
+  return there;
+}
 
 // For every other seed: how many rows to leave in front, so that offsets of rows of so many units need 64 bits.
 inline int far_rows(uint64_t seed, int64_t units) {
   return seed % 2 == 0 || units < 2 ? 0 : static_cast<int>((int64_t{1} << 31) / units + 1);
 }
 
+using Sums = std::vector<int>;
+// Adds numbers to those at the same places, or a row to every row.
+inline void add(Sums& sum, const Sums& part) {
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] += part[i % part.size()];
+}
+inline void append(Sums& all, const Sums& part) { all.insert(all.end(), part.begin(), part.end()); }
+inline Sums rounded(Sums sums, DType dtype) {
+  for (int& value : sums) value = static_cast<int>(rounded_to(value, dtype));
+  return sums;
+}
+
 // product[m][n] of x [m, k] and a weight [n, k], or [k, n].
-std::vector<int> multiply(const Values& x, const Values& weight, bool transposed);
+Sums multiply(const Values& x, const Values& weight, bool transposed);
 
 // Fails with the place of the first element that is not the expected integer, rounded once. `may_fail`: nor NaN.
-void expect(const Values& out, const std::vector<int>& expected, DType dtype, const char* name,
+void expect(const Values& out, const Sums& expected, DType dtype, const std::string& name,
             bool may_fail = false);
 
-// Draws and runs one case; returns what it was, in words.
-using Case = void (*)(uint64_t seed);
+// Draws and runs one case.
 struct NamedCase {
   const char* name;
-  Case run;
+  void (*run)(uint64_t seed);
 };
-// Tells what is about to run, for reports.
-void describe(const std::string& what);
-int run_cases(int argc, char** argv, const std::vector<NamedCase>& all);
+extern const std::vector<NamedCase> kCases;  // of the program
 
 }  // namespace cases

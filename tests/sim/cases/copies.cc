@@ -4,11 +4,12 @@
 #include "case.h"
 #include "runtime/copy_queue.h"
 
+namespace cases {
 namespace {
 
 void copy_queue(uint64_t seed) {
   constexpr uint32_t kCalls = 64;
-  cases::Random random(seed);
+  Random random(seed);
   sim::MachineConfig machine;
   machine.devices = 1;
   machine.policy = sim::policy_of(seed);
@@ -33,13 +34,14 @@ void copy_queue(uint64_t seed) {
     }
     if (random.below(4) != 0) continue;  // some calls follow each other, some find the streams empty
     cudaDeviceSynchronize();
-    cases::describe("signal " + std::to_string(*signal) + ", data " + std::to_string(*data) + " in epoch " +
-                    std::to_string(epoch));
+    describe("signal ", *signal, ", data ", *data, " in epoch ", epoch);
     // An old epoch that lands after a newer one takes the call back for whoever waits for it.
-    if (*signal != epoch || *data != epoch) sim::report("an epoch landed after a newer one", nullptr);
+    if (*signal != epoch || *data != epoch) wrong("an epoch landed after a newer one");
   }
 }
 
 }  // namespace
 
-int main(int argc, char** argv) { return cases::run_cases(argc, argv, {{"copy_queue", copy_queue}}); }
+const std::vector<NamedCase> kCases = {{"copy_queue", copy_queue}};
+
+}  // namespace cases

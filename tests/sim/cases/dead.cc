@@ -3,16 +3,9 @@
 #include "cuda_runtime_api.h"
 #include "ops.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::kOps;
-using cases::kRoute;
-using cases::Op;
-using cases::Output;
-using cases::Random;
-using cases::Ranks;
-using cases::Setup;
 using flux::runtime::SymmBuffer;
 
 constexpr int kCalls = 3;
@@ -25,15 +18,11 @@ void expect_nothing_sent(const Ranks& region) {
     const auto* const signals =
         reinterpret_cast<const uint32_t*>(mine.peers[mine.rank] + flux::runtime::kHeaderBytes);
     for (int64_t i = 0; i < mine.signal_bytes / 4; ++i) {
-      if (signals[i] > 1)
-        sim::report(
-            "epoch " + std::to_string(signals[i]) + " was signalled to word " + std::to_string(i) + of_rank,
-            nullptr);
+      if (signals[i] > 1) wrong("epoch ", signals[i], " was signalled to word ", i, of_rank);
     }
     const auto untouched = [&](const char* bytes, int64_t count, const char* what) {
       for (int64_t i = 0; i < count; ++i) {
-        if (static_cast<uint8_t>(bytes[i]) != 0xFF)
-          sim::report("byte " + std::to_string(i) + " of " + what + " was sent" + of_rank, nullptr);
+        if (static_cast<uint8_t>(bytes[i]) != 0xFF) wrong("byte ", i, " of ", what, " was sent", of_rank);
       }
     };
     untouched(mine.slots(mine.rank, 2), mine.slot_bytes, "the slots");
@@ -44,7 +33,7 @@ void expect_nothing_sent(const Ranks& region) {
 void run(uint64_t seed, bool starts) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 3, 4}), missing = random.below(world_size);
-  Setup setup = {random, world_size, kCalls, static_cast<DType>(random.below(2))};
+  Setup setup = {random, world_size, kCalls, draw_dtype(random)};
   setup.transposed = random.below(2) == 0;
   sim::MachineConfig machine;
   machine.devices = world_size;
@@ -52,45 +41,41 @@ void run(uint64_t seed, bool starts) {
   machine.late_rank = starts ? missing : -1;
   machine.too_late = starts;
   sim::reset_machine(machine);
-  const size_t number = static_cast<size_t>(random.below(static_cast<int>(kOps.size()) + 1));
+  const size_t number = (random.below(static_cast<int>(kOps.size()) + 1));
   const Op op = (number < kOps.size() ? kOps[number] : kRoute)(setup);
   // The host has enqueued copies before it learns of a timeout.
   const bool copied = op.can_copy && random.below(2) == 0;
-  cases::describe(op.name + (copied ? ", copied, " : ", ") + std::to_string(world_size) + " ranks, rank " +
-                  std::to_string(missing) + (starts ? " too late" : " dead") +
-                  (setup.transposed ? ", [K, N]" : "") +
-                  (setup.dtype == DType::kBFloat16 ? ", bf16" : ", fp16"));
+  describe(op.name, copied ? ", copied, " : ", ", world_size, " ranks, rank ", missing,
+           starts ? " too late" : " dead", setup.transposed ? ", [K, N]" : "", name_of(setup.dtype));
   Ranks region(world_size, op.sizes);
   region.wait_at_most(kDeadline);
   for (int rank = 0; rank < world_size; ++rank) {
     if (rank == missing && !starts) continue;
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
-      op.enqueue(rank, call, region.symm[static_cast<size_t>(rank)],
-                 copied ? static_cast<uint32_t>(call + 1) : 0);
+      op.enqueue(rank, call, region.symm[rank], copied ? static_cast<uint32_t>(call + 1) : 0);
     }
   }
   cudaDeviceSynchronize();
 
   for (int rank = 0; rank < world_size; ++rank) {
-    const auto& record = *region.symm[static_cast<size_t>(rank)].error;
-    const auto& header = *region.symm[static_cast<size_t>(rank)].header();
+    const auto& record = *region.symm[rank].error;
+    const auto& header = *region.symm[rank].header();
     const bool runs = starts || rank != missing;
     const std::string name = "rank " + std::to_string(rank);
-    if (!starts && (record.code != 0) != runs)
-      sim::report(name + " has the wrong record of a failure", nullptr);
+    if (!starts && (record.code != 0) != runs) wrong(name, " has the wrong record of a failure");
     if ((record.code != 0) != (header.aborted != 0))
-      sim::report(name + " has an abort without a record, or the reverse", nullptr);
+      wrong(name, " has an abort without a record, or the reverse");
     if (record.code != 0 && (record.rank != static_cast<uint32_t>(rank) || record.op == 0))
-      sim::report(name + " has a wrong record", nullptr);
+      wrong(name, " has a wrong record");
     const auto epochs = static_cast<uint32_t>(runs ? kCalls * op.epochs : 0);
     if (header.epoch != epochs || header.ctas_done != 0 || header.next_tile != 0 || header.next_piece != 0) {
-      sim::report("the header of " + name + " is not as a call leaves it", nullptr);
+      wrong("the header of ", name, " is not as a call leaves it");
     }
   }
   for (const Output& output : op.outputs) {
     if (output.rank == missing && !starts) continue;
-    const bool may_fail = region.symm[static_cast<size_t>(output.rank)].error->code != 0;
+    const bool may_fail = region.symm[output.rank].error->code != 0;
     expect_right(output, setup.dtype, output.values, may_fail);
   }
   if (!starts && !copied) expect_nothing_sent(region);
@@ -101,7 +86,7 @@ void too_late_rank(uint64_t seed) { run(seed, /*starts=*/true); }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(
-      argc, argv, {{"dead_rank", dead_rank}, {"too_late_rank", too_late_rank}, {"graphs", cases::graphs}});
-}
+const std::vector<NamedCase> kCases = {
+    {"dead_rank", dead_rank}, {"too_late_rank", too_late_rank}, {"graphs", graphs}};
+
+}  // namespace cases

@@ -17,11 +17,9 @@ using flux::moe::Activation;
 inline std::string words(const Choices& choices) {
   const Layout& layout = choices.layout;
   const int late = sim::machine.config.late_rank;
-  return std::to_string(layout.world_size) + " ranks, " + std::to_string(layout.ep_size) + " slices, " +
-         std::to_string(layout.num_experts) + " experts, top " + std::to_string(layout.top_k) + ", " +
-         std::to_string(layout.max_tokens) + " tokens, " + choices.name +
-         (late >= 0 ? ", rank " + std::to_string(late) + " late, " : ", ") +
-         std::to_string(sim::machine.config.resident) + " resident";
+  return text(layout.world_size, " ranks, ", layout.ep_size, " slices, ", layout.num_experts,
+              " experts, top ", layout.top_k, ", ", layout.max_tokens, " tokens, ", choices.name,
+              late >= 0 ? text(", rank ", late, " late, ") : ", ", sim::machine.config.resident, " resident");
 }
 
 inline int divisor(Random& random, int number) {
@@ -30,16 +28,12 @@ inline int divisor(Random& random, int number) {
   return found;
 }
 
-inline std::string name_of(int call, int rank) {
-  return "call " + std::to_string(call) + ", rank " + std::to_string(rank);
-}
-
 // The activation of exact sums, as kernels compute it in fp32.
-inline std::vector<float> activated(const std::vector<int>& sums, int n, Activation activation) {
+inline std::vector<float> activated(const Sums& sums, int n, Activation activation) {
   const auto silu = [](float x) { return x / (1.0f + std::exp(-x)); };
   std::vector<float> result;
-  for (size_t row = 0; row < sums.size() / static_cast<size_t>(n); ++row) {
-    const int* const at = &sums[row * static_cast<size_t>(n)];
+  for (size_t row = 0; row < sums.size() / n; ++row) {
+    const int* const at = &sums[row * n];
     for (int i = 0; i < (activation == Activation::kSwiglu ? n / 2 : n); ++i) {
       const auto x = static_cast<float>(at[i]);
       if (activation == Activation::kSilu) {
@@ -61,14 +55,10 @@ inline void expect_rows(const Values& out, const std::vector<float>& rows, DType
                         const std::string& name) {
   for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
     const bool inside = i < static_cast<int64_t>(rows.size());
-    const uint16_t right = inside ? cases::rounded(rows[static_cast<size_t>(i)], dtype) : Values::kUntouched;
-    if (out.data[i] == right ||
-        (inside && cases::widened(out.data[i], dtype) == cases::widened(right, dtype)))
-      continue;
-    sim::report(name + "[" + std::to_string(i / out.columns) + "][" + std::to_string(i % out.columns) +
-                    "] is " + std::to_string(cases::widened(out.data[i], dtype)) + ", and not " +
-                    (inside ? std::to_string(rows[static_cast<size_t>(i)]) : "left alone"),
-                nullptr);
+    const uint16_t right = inside ? rounded(rows[i], dtype) : Values::kUntouched;
+    if (out.data[i] == right || (inside && widened(out.data[i], dtype) == widened(right, dtype))) continue;
+    wrong(name, "[", i / out.columns, "][", i % out.columns, "] is ", widened(out.data[i], dtype),
+          ", and not ", inside ? std::to_string(rows[i]) : "left alone");
   }
 }
 
@@ -78,14 +68,6 @@ inline int draw_columns(Random& random, int config, Activation activation, int t
   const int block_n = flux::gemm::kTileConfigs[config].block_n / (swiglu ? 2 : 1);
   const int n = std::max(8, block_n * random.between(1, tiles) - 8 * random.below(block_n / 8));
   return swiglu ? 2 * n : n;
-}
-
-inline int32_t* copied(const std::vector<int32_t>& values, int device, const char* name) {
-  auto* const words = static_cast<int32_t*>(
-      sim::allocate(std::max<int64_t>(1, static_cast<int64_t>(values.size())) * 4, device, name));
-  std::copy(values.begin(), values.end(), words);
-  sim::mark_written(words, static_cast<int64_t>(values.size()) * 4);
-  return words;
 }
 
 // Rows of x sorted by expert, on device 0; indexed: in any order, with repetitions.
@@ -112,8 +94,8 @@ struct SortedRows {
 
   int experts() const { return static_cast<int>(offsets.size()) - 1; }
   std::string words() const {
-    return std::to_string(experts()) + " experts, " + std::to_string(offsets.back()) + " rows" +
-           (before > 0 ? ", far" : "") + (indexed ? ", indexed, " : ", ");
+    return text(experts(), " experts, ", offsets.back(), " rows", before > 0 ? ", far" : "",
+                indexed ? ", indexed, " : ", ");
   }
   void give(flux::moe::GroupedGemmArgs& args) const {
     args.offsets = device_offsets;
@@ -126,8 +108,8 @@ struct SortedRows {
   template <class Use>
   void for_each(const Use& use) const {
     for (int expert = 0; expert < experts(); ++expert) {
-      const auto at = static_cast<size_t>(expert);
-      for (int row = offsets[at]; row < offsets[at + 1]; ++row) use(expert, rows[static_cast<size_t>(row)]);
+      const auto at = expert;
+      for (int row = offsets[at]; row < offsets[at + 1]; ++row) use(expert, rows[row]);
     }
   }
 };
@@ -159,7 +141,7 @@ struct Weights {
                    static_cast<int64_t>(step) * values.stride};
   }
   // Appends a row of x, times the weight of an expert.
-  void multiply_row(const int* x, int expert, std::vector<int>& to) const {
+  void multiply_row(const int* x, int expert, Sums& to) const {
     for (int column = 0; column < n; ++column) {
       int sum = 0;
       for (int i = 0; i < k; ++i) {
@@ -169,9 +151,7 @@ struct Weights {
       to.push_back(sum);
     }
   }
-  std::string words() const {
-    return std::to_string(n) + " x " + std::to_string(k) + (transposed ? ", [K, N]" : ", [N, K]");
-  }
+  std::string words() const { return text(n, " x ", k, transposed ? ", [K, N]" : ", [N, K]"); }
 };
 
 // How many ranks, slices, experts and tokens the layers have. many: ranks, so that everything else is small.
@@ -186,7 +166,7 @@ inline LayersDraw draw_layers(Random& random) {
   const bool many = world_size > 4;
   const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
   const int top_k = random.between(1, 4);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const int num_experts = ep_size * random.between(1, 4);
   const int max_tokens = many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1;
   return {{world_size, 0, ep_size, num_experts, top_k, max_tokens}, dtype, many};
@@ -216,32 +196,103 @@ inline Place place_of(const Layout& layout, const RoutingArrays& routing, int ro
 // rounded if sent. products: of all sorted rows of each rank, [rows, n].
 template <class OfRank>
 std::vector<float> sums_of_tokens(const std::vector<OfRank>& ranks, const Choices& choices, int rank,
-                                  const std::vector<std::vector<int>>& products, int n, DType dtype) {
+                                  const std::vector<Sums>& products, int n, DType dtype) {
   const int top_k = choices.layout.top_k;
   std::vector<float> all;
-  for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
-    std::vector<float> total(static_cast<size_t>(n));
+  for (int token = 0; token < choices.tokens[rank]; ++token) {
+    std::vector<float> total(n);
     for (int owner = 0; owner < choices.layout.world_size; ++owner) {
       const Layout layout = choices.of(owner);
-      std::vector<float> part(static_cast<size_t>(n));
+      std::vector<float> part(n);
       for (int j = 0; j < top_k; ++j) {
-        const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
+        const auto at = (choices.first(rank) + token * top_k + j);
         if (layout.local_expert(choices.ids[at], layout.slice_of(owner)) < 0) continue;
-        const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
-        const int* const product =
-            &products[static_cast<size_t>(owner)][static_cast<size_t>(position) * static_cast<size_t>(n)];
+        const int position = ranks[owner].routing.out.positions[at];
+        const int* const product = &products[owner][position * n];
         for (size_t i = 0; i < part.size(); ++i) {
-          const uint16_t stored = rounded(static_cast<float>(product[i]), dtype);
+          const uint16_t stored = rounded(product[i], dtype);
           part[i] += choices.weights[at] * widened(stored, dtype);
         }
       }
       for (size_t i = 0; i < part.size(); ++i) {
-        total[i] += owner == rank ? part[i] : widened(rounded(part[i], dtype), dtype);
+        total[i] += owner == rank ? part[i] : rounded_to(part[i], dtype);
       }
     }
     all.insert(all.end(), total.begin(), total.end());
   }
   return all;
+}
+
+// What both layers multiply, in which tiles.
+struct LayerSizes {
+  int k0, n0, k1, n1, config0, config1;
+  Activation activation;
+  int num_sms, comm_ctas, tiles_per_chunk;
+
+  int columns0() const { return activation == Activation::kSwiglu ? n0 / 2 : n0; }
+  std::string words() const {
+    return text(n0, " x ", k0, ", activation ", static_cast<int>(activation), ", ", n1, " x ", k1, ", tiles ",
+                config0, " and ", config1, ", ", num_sms, " SMs, ", comm_ctas, " communicate, chunks of ",
+                tiles_per_chunk);
+  }
+};
+
+// A rank's call of the layers that are wanted. give(args, layer): its operands.
+template <class OfRank, class Give>
+void call_layers(const Choices& choices, int rank, const OfRank& own, const LayerSizes& sizes, DType dtype,
+                 const flux::runtime::SymmBuffer& symm, bool first, bool second, const Give& give) {
+  const Layout mine = choices.of(rank);
+  flux::moe::GroupedGemmArgs args = {};
+  give(args, 0);
+  args.num_rows = mine.max_rows();
+  args.activation = static_cast<int>(sizes.activation);
+  args.out = own.hidden.data;
+  args.dtype = dtype;
+  args.config = sizes.config0;
+  args.num_sms = sizes.num_sms;
+  if (first) flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
+  give(args, 1);
+  args.activation = 0;
+  args.out = own.products.data;
+  args.config = sizes.config1;
+  const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data, choices.tokens[rank],
+                                          sizes.tiles_per_chunk, sizes.comm_ctas};
+  if (second) flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+}
+
+// Fails unless all calls of the layers gave what they must. multiply(of, rank, layer, row, expert, sums) appends a row of
+// a rank's operands times the weight of an expert of `rank`.
+template <class OfRank, class Multiply>
+void expect_layers(const std::vector<Choices>& calls, const std::vector<std::vector<OfRank>>& all,
+                   const LayerSizes& sizes, DType dtype, bool first, bool second, const Multiply& multiply) {
+  for (int call = 0; call < calls.size(); ++call) {
+    const Choices& choices = calls[call];
+    const std::vector<OfRank>& ranks = all[call];
+    std::vector<Sums> products(ranks.size());  // of all sorted rows, in layer 1
+    for (int rank = 0; rank < ranks.size(); ++rank) {
+      const RoutingArrays& routing = ranks[rank].routing.out;
+      Sums hidden;
+      for (int expert = 0; expert < choices.layout.local_experts(); ++expert) {
+        for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
+          const Place place = place_of(choices.of(rank), routing, row);
+          if (first) multiply(ranks[place.source], rank, 0, place.token, expert, hidden);
+          if (second) multiply(ranks[rank], rank, 1, row, expert, products[rank]);
+        }
+      }
+      if (first) {
+        expect_rows(ranks[rank].hidden, activated(hidden, sizes.n0, sizes.activation), dtype,
+                    name_of(call, rank, "hidden"));
+      }
+      if (second) {
+        expect_rows(ranks[rank].products, activated(products[rank], sizes.n1, Activation::kNone), dtype,
+                    name_of(call, rank, "products"));
+      }
+    }
+    for (int rank = 0; second && rank < ranks.size(); ++rank) {
+      expect_rows(ranks[rank].out, sums_of_tokens(ranks, choices, rank, products, sizes.n1, dtype), dtype,
+                  name_of(call, rank, "out"));
+    }
+  }
 }
 
 }  // namespace cases

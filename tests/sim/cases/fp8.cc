@@ -5,15 +5,15 @@
 
 namespace cases {
 
-std::vector<int> multiply(const Fp8Values& x, const ScaleValues& x_scales, const Fp8Values& weight,
-                          const ScaleValues& weight_scales) {
+Sums multiply(const Fp8Values& x, const ScaleValues& x_scales, const Fp8Values& weight,
+              const ScaleValues& weight_scales) {
   const int n = weight.rows, k = x.columns;
   const bool blocks = x_scales.kind == ScaleValues::Kind::kBlocks;
-  std::vector<int> product(static_cast<size_t>(x.rows) * static_cast<size_t>(n));
+  Sums product(x.rows * n);
   for (int row = 0; row < x.rows; ++row) {
     for (int column = 0; column < n; ++column) {
-      const int* const a = &x.values[static_cast<size_t>(row) * static_cast<size_t>(k)];
-      const int* const b = &weight.values[static_cast<size_t>(column) * static_cast<size_t>(k)];
+      const int* const a = &x.values[row * k];
+      const int* const b = &weight.values[column * k];
       int sum = 0;
       for (int first = 0; first < k; first += kScaleBlock) {
         int part = 0;
@@ -22,25 +22,22 @@ std::vector<int> multiply(const Fp8Values& x, const ScaleValues& x_scales, const
         sum += part << (x_scales.exponent(row, k_block) +
                         weight_scales.exponent(blocks ? column / kScaleBlock : column, k_block));
       }
-      product[static_cast<size_t>(row) * static_cast<size_t>(n) + static_cast<size_t>(column)] = sum;
+      product[row * n + column] = sum;
     }
   }
   return product;
 }
 
-void expect(const Floats& out, const std::vector<int>& expected, const char* name) {
+void expect(const Floats& out, const Sums& expected, const std::string& name) {
   for (int row = 0; row < out.rows; ++row) {
     for (int column = 0; column < out.checked(); ++column) {
       const float found = out.data[static_cast<int64_t>(row) * out.stride + column];
       const bool inside = column < out.columns;
       const float right =
-          inside ? static_cast<float>(expected[static_cast<size_t>(row) * static_cast<size_t>(out.columns) +
-                                               static_cast<size_t>(column)])
-                 : Floats::kUntouched;
+          inside ? static_cast<float>(expected[row * out.columns + column]) : Floats::kUntouched;
       if (found == right) continue;
-      sim::report(std::string(name) + "[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(found) + ", and not " + (inside ? std::to_string(right) : "left alone"),
-                  nullptr);
+      wrong(name, "[", row, "][", column, "] is ", found, ", and not ",
+            inside ? std::to_string(right) : "left alone");
     }
   }
 }
@@ -72,8 +69,8 @@ uint8_t nearest(float value, bool e5m2) {
   const auto above = std::lower_bound(table.begin(), table.end(), size);
   auto byte = static_cast<int>(above - table.begin());
   if (byte > 0) {
-    const double down = static_cast<double>(size) - static_cast<double>(table[static_cast<size_t>(byte - 1)]);
-    const double up = static_cast<double>(table[static_cast<size_t>(byte)]) - static_cast<double>(size);
+    const double down = static_cast<double>(size) - static_cast<double>(table[byte - 1]);
+    const double up = static_cast<double>(table[byte]) - static_cast<double>(size);
     if (down < up || (down == up && byte % 2 != 0)) --byte;
   }
   return static_cast<uint8_t>(byte | (std::signbit(value) ? 0x80 : 0));
@@ -89,15 +86,15 @@ QuantizedValues::QuantizedValues(Random& random, int device, int rows, int colum
   to.e5m2 = !end && random.below(3) == 0;
   to.ue8m0 = random.below(3) == 0;
   to.q = sim::allocate(static_cast<int64_t>(rows) * columns, device, "q");
-  std::memset(to.q, kNoByte, static_cast<size_t>(rows) * static_cast<size_t>(columns));
+  std::memset(to.q, kNoByte, rows * columns);
   to.scale_stride = ceil_div(rows, 4) * 4;
   const int64_t count[] = {1, rows, to.scale_stride * groups(),
                            static_cast<int64_t>(rows / height) * ceil_div(height, kScaleBlock) * groups()};
-  const auto scales = static_cast<size_t>(count[static_cast<int>(to.granularity)]);
-  to.scales = static_cast<float*>(sim::allocate(static_cast<int64_t>(scales) * 4, device, "scales"));
+  const auto scales = (count[static_cast<int>(to.granularity)]);
+  to.scales = allocate<float>(scales, device, "scales");
   untouched.assign(scales, -0.125f);
   std::copy(untouched.begin(), untouched.end(), to.scales);
-  to.parts = static_cast<float*>(sim::allocate(flux::gemm::kPartsFloats * 4, device, "parts"));
+  to.parts = allocate<float>(flux::gemm::kPartsFloats, device, "parts");
   std::fill_n(to.parts, flux::gemm::kPartsFloats, 1e30f);
   if (to.granularity == Granularity::kTensor && random.below(2) == 0) {
     to.scales[0] = std::ldexp(static_cast<float>(random.between(1, 30)), -random.between(0, 8));
@@ -149,9 +146,7 @@ void QuantizedValues::expect_of(const Values& x, DType dtype) const {
     const auto scale = scales.find(static_cast<int64_t>(at));
     const float right = scale == scales.end() ? untouched[at] : scale->second;
     if (equal_bits(to.scales[at], right)) continue;
-    sim::report(name() + "scale " + std::to_string(at) + " is " + std::to_string(to.scales[at]) +
-                    ", and not " + std::to_string(right),
-                nullptr);
+    wrong(name(), "scale ", at, " is ", to.scales[at], ", and not ", right);
   }
   const auto* q = static_cast<const uint8_t*>(to.q);
   for (int row = 0; row < rows; ++row) {
@@ -159,9 +154,7 @@ void QuantizedValues::expect_of(const Values& x, DType dtype) const {
       const float inverse = 1.0f / scales[scale_at(row, column)];
       const uint8_t right = nearest(element(row, column) * inverse, to.e5m2);
       if (*q == right) continue;
-      sim::report(name() + "q[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(*q) + ", and not " + std::to_string(right),
-                  nullptr);
+      wrong(name(), "q[", row, "][", column, "] is ", *q, ", and not ", right);
     }
   }
 }

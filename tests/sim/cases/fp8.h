@@ -30,16 +30,16 @@ inline uint8_t fp8_of(int value, DType dtype) {
 struct Fp8Values {
   int rows, columns, stride;
   uint8_t* data;
-  std::vector<int> values;
+  Sums values;
 
   Fp8Values(int device, const char* name, int rows, int columns, int padding = 0)
       : rows(rows), columns(columns), stride((columns + 15) / 16 * 16 + padding) {
-    data = static_cast<uint8_t*>(sim::allocate(static_cast<int64_t>(rows) * stride, device, name));
+    data = allocate<uint8_t>(int64_t{rows} * stride, device, name);
     std::fill_n(data, static_cast<int64_t>(rows) * stride, uint8_t{0x7F});  // NaN
-    values.resize(static_cast<size_t>(rows) * static_cast<size_t>(columns));
+    values.resize(rows * columns);
   }
   void set(int row, int column, int value, DType dtype) {
-    values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)] = value;
+    values[row * columns + column] = value;
     data[static_cast<int64_t>(row) * stride + column] = fp8_of(value, dtype);
     sim::mark_written(&data[static_cast<int64_t>(row) * stride + column], 1);
   }
@@ -51,9 +51,7 @@ struct Fp8Values {
     }
     return *this;
   }
-  int at(int row, int column) const {
-    return values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)];
-  }
+  int at(int row, int column) const { return values[row * columns + column]; }
   Matrix matrix() const { return {data, rows, columns, stride}; }
 };
 
@@ -65,7 +63,7 @@ struct ScaleValues {
   int rows, blocks;      // vectors: of each row, of each k-block
   int row_step, k_step;  // floats from one to the next
   float* data;
-  std::vector<int> exponents;  // [row][block]
+  Sums exponents;  // [row][block]
 
   ScaleValues(Random& random, int device, const char* name, Kind kind, int count, int k, bool is_weight,
               int most)
@@ -78,7 +76,7 @@ struct ScaleValues {
         k_step(is_weight ? 1 : ceil_div(rows, 4) * 4) {
     const int64_t floats =
         is_weight ? static_cast<int64_t>(rows) * blocks : static_cast<int64_t>(blocks) * k_step;
-    data = static_cast<float*>(sim::allocate(floats * 4, device, name));
+    data = allocate<float>(floats, device, name);
     std::fill_n(data, floats, std::bit_cast<float>(0x7FA50000));
     for (int row = 0; row < rows; ++row) {
       for (int block = 0; block < blocks; ++block) {
@@ -91,8 +89,8 @@ struct ScaleValues {
   }
   int exponent(int row, int k_block) const {
     if (kind == Kind::kTensor) return exponents[0];
-    if (kind == Kind::kRows) return exponents[static_cast<size_t>(row)];
-    return exponents[static_cast<size_t>(row) * static_cast<size_t>(blocks) + static_cast<size_t>(k_block)];
+    if (kind == Kind::kRows) return exponents[row];
+    return exponents[row * blocks + k_block];
   }
 };
 
@@ -130,8 +128,8 @@ inline flux::gemm::Scales scales_of(const ScaleValues& x, const ScaleValues& wei
 }
 
 // product[m][n] of x [m, k] and weight [n, k] with their scales.
-std::vector<int> multiply(const Fp8Values& x, const ScaleValues& x_scales, const Fp8Values& weight,
-                          const ScaleValues& weight_scales);
+Sums multiply(const Fp8Values& x, const ScaleValues& x_scales, const Fp8Values& weight,
+              const ScaleValues& weight_scales);
 
 // As Values, in fp32.
 struct Floats {
@@ -140,7 +138,7 @@ struct Floats {
 
   Floats(int device, const char* name, int rows, int columns, int padding = 0)
       : rows(rows), columns(columns), stride(columns + padding) {
-    data = static_cast<float*>(sim::allocate(static_cast<int64_t>(rows) * stride * 4, device, name));
+    data = allocate<float>(int64_t{rows} * stride, device, name);
     for (int row = 0; row < rows; ++row)
       std::fill_n(data + static_cast<int64_t>(row) * stride, checked(), kUntouched);
   }
@@ -153,7 +151,7 @@ struct Floats {
   }
   Matrix matrix() const { return {data, rows, columns, stride}; }
 };
-void expect(const Floats& out, const std::vector<int>& expected, const char* name);
+void expect(const Floats& out, const Sums& expected, const std::string& name);
 
 // Memory for the quantisation of a matrix on a rank, and what it must contain.
 struct QuantizedValues {

@@ -4,16 +4,9 @@
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::Floats;
-using cases::Fp8Values;
-using cases::Random;
-using cases::ScaleKinds;
-using cases::ScaleValues;
-using cases::Values;
-using flux::gemm::Cluster;
 using flux::gemm::TileConfig;
 
 struct Shape {
@@ -31,21 +24,20 @@ void start(uint64_t seed, int resident) {
 void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, int num_sms, int resident,
          const std::string& name) {
   start(seed, resident);
-  const ScaleKinds kinds = cases::draw_kinds(random, promotes && random.below(3) > 0);
-  if (kinds.blocks()) shape.k = cases::ceil_div(shape.k, cases::kScaleBlock) * cases::kScaleBlock;
+  const ScaleKinds kinds = draw_kinds(random, promotes && random.below(3) > 0);
+  if (kinds.blocks()) shape.k = ceil_div(shape.k, kScaleBlock) * kScaleBlock;
   const DType x_dtype = promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3;
   const DType drawn = random.below(3) == 0   ? DType::kFloat16
                       : random.below(3) == 0 ? DType::kFloat32
                                              : DType::kBFloat16;
   const DType dtype = seed % 4 == 2 ? DType::kFloat32 : drawn;
   const bool with_bias = random.below(2) == 0, fast = !promotes || (!kinds.blocks() && random.below(2) == 0);
-  cases::describe(name + ", " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
-                  std::to_string(shape.k) + ", " + kinds.name() + (x_dtype == DType::kE5M2 ? "e5m2, " : "") +
-                  (dtype == DType::kFloat16   ? "fp16"
-                   : dtype == DType::kFloat32 ? "fp32"
-                                              : "bf16") +
-                  (with_bias ? ", bias" : "") + (fast ? ", fast, " : ", ") + std::to_string(num_sms) +
-                  " SMs, " + std::to_string(resident) + " resident");
+  describe(name, ", ", shape.m, " x ", shape.n, " x ", shape.k, ", ", kinds.name(),
+           x_dtype == DType::kE5M2 ? "e5m2, " : "",
+           dtype == DType::kFloat16   ? "fp16"
+           : dtype == DType::kFloat32 ? "fp32"
+                                      : "bf16",
+           with_bias ? ", bias" : "", fast ? ", fast, " : ", ", num_sms, " SMs, ", resident, " resident");
 
   const auto weight =
       Fp8Values(0, "weight", shape.n, shape.k, random.below(2) * 16).fill(random, DType::kE4M3);
@@ -80,10 +72,8 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
   }
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
-    std::vector<int> expected = multiply(xs[call], x_scales[call], weight, weight_scales);
-    for (size_t i = 0; with_bias && i < expected.size(); ++i) {
-      expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
-    }
+    Sums expected = multiply(xs[call], x_scales[call], weight, weight_scales);
+    if (with_bias) add(expected, bias.values);
     const char* const what = call == 0 ? "out" : "second out";
     if (dtype == DType::kFloat32) {
       expect(sums[call], expected, what);
@@ -116,7 +106,7 @@ void ordinary(uint64_t seed) {
   Shape shape = {std::max(1, extent(random, 128, 3, 8) - random.below(8)), extent(random, tile.block_n, 2, 8),
                  extent(random, 128, 4, 16)};
   const int num_sms = random.one_of({2, 3, 4, 8}), resident = std::max(size, random.one_of({1, 2, 3, 8}));
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  const int packed = pack(config, cluster, random.between(1, 3));
   // Math warps hold scales of 32 k-blocks of the weight.
   if (random.below(6) == 0)
     shape = {random.between(1, 8), 8 * random.between(1, 4), 128 * random.between(33, 36)};
@@ -133,7 +123,7 @@ void split_k(uint64_t seed) {
   const Shape shape = {std::max(1, extent(random, 128, 2, 8) - random.below(8)),
                        extent(random, tile.block_n, 2, 8), 128 * (size - 1) + extent(random, 128, 4, 16)};
   const int resident = std::max(size, random.one_of({2, 3, 4, 8}));
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 2));
+  const int packed = pack(config, cluster, random.between(1, 2));
   run(seed, random, shape, packed, true, 8, resident, flux::gemm::config_name(config, cluster));
 }
 
@@ -149,7 +139,7 @@ void swap_ab(uint64_t seed) {
                        stage_k * (split - 1) + extent(random, 128, 4, 16)};
   const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
   const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
-  const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);
+  const int packed = pack(flux::gemm::kFirstSwapAb + config, split, sharers);
   run(seed, random, shape, packed, true, num_sms, resident,
       flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers));
 }
@@ -171,10 +161,9 @@ void promotion(uint64_t seed) {
   const int ones = random.between(1, 4), k_blocks = ones + 2 * zeros + 2, m = random.between(1, 40),
             n = 8 * random.between(1, 20);
   start(seed, 8);
-  cases::describe("tile " + std::to_string(config) + (fast ? ", fast" : "") +
-                  (blocks ? ", block scales, " : ", ") + std::to_string(m) + " x " + std::to_string(n) +
-                  ", " + std::to_string(ones) + " ones");
-  const int k = k_blocks * cases::kScaleBlock;
+  describe("tile ", config, fast ? ", fast" : "", blocks ? ", block scales, " : ", ", m, " x ", n, ", ", ones,
+           " ones");
+  const int k = k_blocks * kScaleBlock;
   Fp8Values x(0, "x", m, k), weight(0, "weight", n, k);
   const auto fill = [&](Fp8Values& matrix, bool is_x) {
     for (int row = 0; row < matrix.rows; ++row) {
@@ -183,7 +172,7 @@ void promotion(uint64_t seed) {
         const bool last = block == k_blocks - 1;
         const bool one = block > zeros && block < k_blocks - 1 - zeros;
         const int value = last && is_x ? -kLarge : last || block == 0 ? kLarge : one ? 1 : 0;
-        matrix.set(row, block * cases::kScaleBlock, value, DType::kE4M3);
+        matrix.set(row, block * kScaleBlock, value, DType::kE4M3);
       }
     }
   };
@@ -193,33 +182,32 @@ void promotion(uint64_t seed) {
   const ScaleValues x_scales(random, 0, "x's scales", kind, m, k, false, 0);
   const ScaleValues weight_scales(random, 0, "weight's scales", kind, n, k, true, 0);
   const Floats out(0, "out", m, n);
-  const int packed = flux::gemm::pack_choice(config, 1, 1);
+  const int packed = pack(config, 1, 1);
   flux::gemm::gemm({x.matrix(), weight.matrix(), false, out.matrix(), nullptr, DType::kFloat32, packed, 8,
                     scales_of(x_scales, weight_scales, DType::kE4M3, fast)},
                    nullptr);
   cudaDeviceSynchronize();
   // What is fast must lose them here, or this case could not see that a promoted sum was not.
-  expect(out, std::vector<int>(static_cast<size_t>(m) * static_cast<size_t>(n), fast ? 0 : ones), "out");
+  expect(out, Sums(m * n, fast ? 0 : ones), "out");
 }
 
 // Numbers of all sizes, and some that are none.
 uint16_t draw_bits(Random& random, DType dtype) {
   if (random.below(200) == 0) return static_cast<uint16_t>(random.below(65536));
   const float value = std::ldexp(static_cast<float>(random.between(-999, 999)), random.between(-14, 2));
-  return cases::rounded(value, dtype);
+  return rounded(value, dtype);
 }
 
 void quantize(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const int matrices = random.between(1, 3),
             height = random.one_of({1, 3, random.between(4, 40), random.between(120, 140)});
   const int rows = matrices * height, columns = 8 * random.between(1, random.below(3) == 0 ? 300 : 40);
   start(seed, random.one_of({1, 2, 8}));
   std::vector<Values> xs;
-  std::vector<cases::QuantizedValues> results;
-  cases::describe(std::to_string(matrices) + " x " + std::to_string(height) + " x " +
-                  std::to_string(columns));
+  std::vector<QuantizedValues> results;
+  describe(matrices, " x ", height, " x ", columns);
   for (int call = 0; call < 2; ++call) {
     Values& x = xs.emplace_back(0, "x", rows, columns);
     const bool zero = random.below(10) == 0;
@@ -234,11 +222,10 @@ void quantize(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv,
-                          {{"fp8_ordinary", ordinary},
-                           {"fp8_split_k", split_k},
-                           {"fp8_swap_ab", swap_ab},
-                           {"fp8_promotion", promotion},
-                           {"quantize", quantize}});
-}
+const std::vector<NamedCase> kCases = {{"fp8_ordinary", ordinary},
+                                       {"fp8_split_k", split_k},
+                                       {"fp8_swap_ab", swap_ab},
+                                       {"fp8_promotion", promotion},
+                                       {"quantize", quantize}};
+
+}  // namespace cases

@@ -5,26 +5,9 @@
 #include "experts.h"
 #include "fp8.h"
 
+namespace cases {
 namespace {
 
-using cases::Activation;
-using cases::Choices;
-using cases::draw_columns;
-using cases::DType;
-using cases::expect_rows;
-using cases::Fp8Values;
-using cases::kScaleBlock;
-using cases::Layout;
-using cases::name_of;
-using cases::Random;
-using cases::Ranks;
-using cases::Routing;
-using cases::RoutingArrays;
-using cases::ScaleKinds;
-using cases::ScaleValues;
-using cases::SortedRows;
-using cases::start;
-using cases::Values;
 using flux::gemm::ceil_div;
 using Kind = ScaleValues::Kind;
 
@@ -36,7 +19,7 @@ struct Experts {
   Fp8Values weight;  // [experts * n, k]
   Kind kind;
   int blocks_n, blocks_k;
-  std::vector<int> exponents;
+  Sums exponents;
   float* scales;
 
   Experts(Random& random, int device, int experts, int n, int k, Kind kind)
@@ -48,21 +31,19 @@ struct Experts {
                                        : ceil_div(n, kScaleBlock)),
         blocks_k(kind == Kind::kBlocks ? k / kScaleBlock : 1) {
     const int count = experts * blocks_n * blocks_k;
-    scales = static_cast<float*>(sim::allocate(count * 4, device, "weight's scales"));
+    std::vector<float> powers;
     for (int i = 0; i < count; ++i) {
       exponents.push_back(random.between(0, 2));
-      scales[i] = std::ldexp(1.0f, exponents.back());
+      powers.push_back(std::ldexp(1.0f, exponents.back()));
     }
-    sim::mark_written(scales, count * int64_t{4});
+    scales = copied(powers, device, "weight's scales");
   }
   int exponent(int expert, int row, int k_block) const {
     const int block = kind == Kind::kTensor ? 0 : kind == Kind::kRows ? row : row / kScaleBlock;
-    return exponents[static_cast<size_t>((expert * blocks_n + block) * blocks_k +
-                                         (kind == Kind::kBlocks ? k_block : 0))];
+    return exponents[(expert * blocks_n + block) * blocks_k + (kind == Kind::kBlocks ? k_block : 0)];
   }
   // Appends a row of x, times the weight of an expert.
-  void multiply(const Fp8Values& x, const ScaleValues& x_scales, int row, int expert,
-                std::vector<int>& to) const {
+  void multiply(const Fp8Values& x, const ScaleValues& x_scales, int row, int expert, Sums& to) const {
     for (int column = 0; column < n; ++column) {
       int sum = 0;
       for (int first = 0; first < x.columns; first += kScaleBlock) {
@@ -84,7 +65,7 @@ struct Operands {
   DType x_dtype;
 
   Operands(Random& random, bool may_be_blocks)
-      : kinds(cases::draw_kinds(random, may_be_blocks)),
+      : kinds(draw_kinds(random, may_be_blocks)),
         x_dtype(random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3) {}
 
   void give(flux::moe::GroupedGemmArgs& args, const Fp8Values& x, const ScaleValues& x_scales,
@@ -114,7 +95,7 @@ int draw_k(Random& random, int most_blocks) {
 
 void grouped_gemm(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   int config = kConfigs[random.below(3)];
   auto activation = static_cast<Activation>(random.below(4));
   const bool indexed = random.below(2) == 0;
@@ -133,11 +114,9 @@ void grouped_gemm(uint64_t seed) {
 
   const SortedRows sorted(random, num_experts, indexed,
                           [&] { return std::max<int>(narrow, random.one_of({0, 1, 40, 128, 129, 200})); });
-  cases::describe(sorted.words() + operands.kinds.name() +
-                  (operands.x_dtype == DType::kE5M2 ? "e5m2, " : "") + std::to_string(n) + " x " +
-                  std::to_string(k) + ", tile " + std::to_string(config) + ", activation " +
-                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(sim::machine.config.resident) + " resident");
+  describe(sorted.words(), operands.kinds.name(), operands.x_dtype == DType::kE5M2 ? "e5m2, " : "", n, " x ",
+           k, ", tile ", config, ", activation ", static_cast<int>(activation), ", ", num_sms, " SMs, ",
+           sim::machine.config.resident, " resident");
   const Experts experts(random, 0, num_experts, n, k, operands.kinds.weight);
   std::vector<Fp8Values> xs;
   std::vector<ScaleValues> x_scales;
@@ -158,10 +137,10 @@ void grouped_gemm(uint64_t seed) {
   }
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
-    std::vector<int> sums;
+    Sums sums;
     sorted.for_each(
         [&](int expert, int row) { experts.multiply(xs[call], x_scales[call], row, expert, sums); });
-    expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+    expect_rows(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
 
@@ -172,123 +151,84 @@ struct Layers {
   ScaleValues x_scales, sorted_scales;
   Values hidden, products, out;
 
-  Layers(Random& random, const Choices& choices, int rank, int k0, int columns0, int k1, int n1,
-         const Operands& operands0, const Operands& operands1)
+  Layers(Random& random, const Choices& choices, int rank, const LayerSizes& sizes, const Operands& operands0,
+         const Operands& operands1)
       : routing(choices.of(rank), rank),
-        x(Fp8Values(rank, "x", std::max(1, choices.tokens[static_cast<size_t>(rank)]), k0)
+        x(Fp8Values(rank, "x", std::max(1, choices.tokens[rank]), sizes.k0)
               .fill(random, operands0.x_dtype, 1)),
-        sorted(
-            Fp8Values(rank, "sorted x", choices.of(rank).max_rows(), k1).fill(random, operands1.x_dtype, 1)),
-        x_scales(random, rank, "x's scales", operands0.kinds.x, x.rows, k0, false, 1),
-        sorted_scales(random, rank, "sorted x's scales", operands1.kinds.x, sorted.rows, k1, false, 1),
-        hidden(rank, "hidden", choices.of(rank).max_rows(), columns0),
-        products(rank, "products", choices.of(rank).max_rows(), n1),
-        out(rank, "out", choices.tokens[static_cast<size_t>(rank)], n1) {}
+        sorted(Fp8Values(rank, "sorted x", choices.of(rank).max_rows(), sizes.k1)
+                   .fill(random, operands1.x_dtype, 1)),
+        x_scales(random, rank, "x's scales", operands0.kinds.x, x.rows, sizes.k0, false, 1),
+        sorted_scales(random, rank, "sorted x's scales", operands1.kinds.x, sorted.rows, sizes.k1, false, 1),
+        hidden(rank, "hidden", choices.of(rank).max_rows(), sizes.columns0()),
+        products(rank, "products", choices.of(rank).max_rows(), sizes.n1),
+        out(rank, "out", choices.tokens[rank], sizes.n1) {}
 };
 
 void layers(uint64_t seed) {
   constexpr int kCalls = 2;
   Random random(seed);
-  const auto [layout, dtype, many] = cases::draw_layers(random);
+  const auto [layout, dtype, many] = draw_layers(random);
   const int world_size = layout.world_size;
-  const int config0 = kConfigs[random.below(3)], config1 = kConfigs[random.below(3)];
-  const auto activation = static_cast<Activation>(random.below(4));
-  const int k0 = draw_k(random, many ? 1 : 3), k1 = draw_k(random, 2);
-  const Operands operands0(random, k0 % kScaleBlock == 0), operands1(random, k1 % kScaleBlock == 0);
-  const int n0 = draw_n(random, config0, activation, many ? 1 : 2, operands0.kinds.blocks());
-  const int n1 = draw_columns(random, config1, Activation::kNone, many ? 2 : 3);
-  const int num_sms = many ? 2 : random.one_of({2, 3, 4});
-  const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
-  const int least = std::min(comm_ctas, num_sms - 1) + 1;
-  start(seed, world_size, random.one_of({least, num_sms}), random);
+  LayerSizes sizes = {};
+  sizes.config0 = kConfigs[random.below(3)];
+  sizes.config1 = kConfigs[random.below(3)];
+  sizes.activation = static_cast<Activation>(random.below(4));
+  sizes.k0 = draw_k(random, many ? 1 : 3);
+  sizes.k1 = draw_k(random, 2);
+  const Operands operands0(random, sizes.k0 % kScaleBlock == 0),
+      operands1(random, sizes.k1 % kScaleBlock == 0);
+  sizes.n0 = draw_n(random, sizes.config0, sizes.activation, many ? 1 : 2, operands0.kinds.blocks());
+  sizes.n1 = draw_columns(random, sizes.config1, Activation::kNone, many ? 2 : 3);
+  sizes.num_sms = many ? 2 : random.one_of({2, 3, 4});
+  sizes.comm_ctas = random.between(0, sizes.num_sms);
+  sizes.tiles_per_chunk = random.between(1, 2);
+  const int least = std::min(sizes.comm_ctas, sizes.num_sms - 1) + 1;
+  start(seed, world_size, random.one_of({least, sizes.num_sms}), random);
 
   std::vector<Choices> calls;
   for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
-  cases::describe(cases::words(calls[0]) + ", " + operands0.kinds.name() + std::to_string(n0) + " x " +
-                  std::to_string(k0) + " activation " + std::to_string(static_cast<int>(activation)) + ", " +
-                  operands1.kinds.name() + std::to_string(n1) + " x " + std::to_string(k1) + ", tiles " +
-                  std::to_string(config0) + " and " + std::to_string(config1) + ", " +
-                  std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
-                  " communicate, chunks of " + std::to_string(tiles_per_chunk));
+  describe(words(calls[0]), ", ", operands0.kinds.name(), operands1.kinds.name(), sizes.words());
 
   const int64_t peers = world_size - 1;
-  const int signals = cases::layer_signals(layout, n1, config1, tiles_per_chunk);
-  const int row_bytes = flux::moe::slot_row_bytes(k0, operands0.kinds.blocks() ? k0 / kScaleBlock : 1);
+  const int signals = layer_signals(layout, sizes.n1, sizes.config1, sizes.tiles_per_chunk);
+  const int row_bytes =
+      flux::moe::slot_row_bytes(sizes.k0, operands0.kinds.blocks() ? sizes.k0 / kScaleBlock : 1);
   const Ranks region(world_size,
-                     {peers * signals * 4, peers * layout.max_tokens * std::max(row_bytes, n1 * 2), 0});
-  const int experts = layout.local_experts(), columns0 = activation == Activation::kSwiglu ? n0 / 2 : n0;
+                     {peers * signals * 4, peers * layout.max_tokens * std::max(row_bytes, sizes.n1 * 2), 0});
+  const int experts = layout.local_experts();
   std::vector<Experts> weights0, weights1;
   for (int rank = 0; rank < world_size; ++rank) {
-    weights0.emplace_back(random, rank, experts, n0, k0, operands0.kinds.weight);
-    weights1.emplace_back(random, rank, experts, n1, k1, operands1.kinds.weight);
+    weights0.emplace_back(random, rank, experts, sizes.n0, sizes.k0, operands0.kinds.weight);
+    weights1.emplace_back(random, rank, experts, sizes.n1, sizes.k1, operands1.kinds.weight);
   }
-  std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
+  std::vector<std::vector<Layers>> all(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    const Choices& choices = calls[static_cast<size_t>(call)];
+    const Choices& choices = calls[call];
     for (int rank = 0; rank < world_size; ++rank) {
       cudaSetDevice(rank);
-      const auto at = static_cast<size_t>(rank);
-      const auto& symm = region.symm[at];
-      const Layout mine = choices.of(rank);
-      const Layers& own = all[static_cast<size_t>(call)].emplace_back(random, choices, rank, k0, columns0, k1,
-                                                                      n1, operands0, operands1);
+      const Layers& own = all[call].emplace_back(random, choices, rank, sizes, operands0, operands1);
       own.routing.fill_on_host(choices, rank);
-      flux::moe::GroupedGemmArgs args = {};
-      operands0.give(args, own.x, own.x_scales, weights0[at]);
-      const bool of_rows = args.scales.blocks || args.scales.x_step > 0;
-      if (of_rows && choices.tokens[at] == 0) args.scales.x = nullptr;  // torch's address of no elements
-      args.num_rows = mine.max_rows();
-      args.activation = static_cast<int>(activation);
-      args.out = own.hidden.data;
-      args.dtype = dtype;
-      args.config = config0;
-      args.num_sms = num_sms;
-      flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
-      operands1.give(args, own.sorted, own.sorted_scales, weights1[at]);
-      args.activation = 0;
-      args.out = own.products.data;
-      args.config = config1;
-      const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data, choices.tokens[at],
-                                              tiles_per_chunk, comm_ctas};
-      flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+      const auto give = [&](flux::moe::GroupedGemmArgs& args, int layer) {
+        if (layer == 1) return operands1.give(args, own.sorted, own.sorted_scales, weights1[rank]);
+        operands0.give(args, own.x, own.x_scales, weights0[rank]);
+        const bool of_rows = args.scales.blocks || args.scales.x_step > 0;
+        if (of_rows && choices.tokens[rank] == 0) args.scales.x = nullptr;  // torch's address of no elements
+      };
+      call_layers(choices, rank, own, sizes, dtype, region.symm[rank], true, true, give);
     }
   }
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(2 * kCalls);
-  for (int call = 0; call < kCalls; ++call) {
-    const Choices& choices = calls[static_cast<size_t>(call)];
-    const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
-    // Products of all sorted rows of each rank in layer 1.
-    std::vector<std::vector<int>> products(ranks.size());
-    for (int rank = 0; rank < world_size; ++rank) {
-      const auto at = static_cast<size_t>(rank);
-      const Layers& own = ranks[at];
-      const RoutingArrays& routing = own.routing.out;
-      std::vector<int> hidden;
-      for (int expert = 0; expert < experts; ++expert) {
-        for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
-          const cases::Place place = cases::place_of(choices.of(rank), routing, row);
-          const Layers& from = ranks[static_cast<size_t>(place.source)];
-          weights0[at].multiply(from.x, from.x_scales, place.token, expert, hidden);
-          weights1[at].multiply(own.sorted, own.sorted_scales, row, expert, products[at]);
-        }
-      }
-      expect_rows(own.hidden, cases::activated(hidden, n0, activation), dtype,
-                  name_of(call, rank) + ": hidden");
-      expect_rows(own.products, cases::activated(products[at], n1, Activation::kNone), dtype,
-                  name_of(call, rank) + ": products");
-    }
-    for (int rank = 0; rank < world_size; ++rank) {
-      expect_rows(ranks[static_cast<size_t>(rank)].out,
-                  cases::sums_of_tokens(ranks, choices, rank, products, n1, dtype), dtype,
-                  name_of(call, rank) + ": out");
-    }
-  }
+  region.expect_done(2 * kCalls);
+  expect_layers(calls, all, sizes, dtype, true, true,
+                [&](const Layers& of, int rank, int layer, int row, int expert, Sums& to) {
+                  if (layer == 0) return weights0[rank].multiply(of.x, of.x_scales, row, expert, to);
+                  weights1[rank].multiply(of.sorted, of.sorted_scales, row, expert, to);
+                });
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv, {{"fp8_grouped_gemm", grouped_gemm}, {"fp8_moe_layers", layers}});
-}
+const std::vector<NamedCase> kCases = {{"fp8_grouped_gemm", grouped_gemm}, {"fp8_moe_layers", layers}};
+
+}  // namespace cases

@@ -11,21 +11,9 @@
 #include "gemm_rs/plan.h"
 #include "ranks.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::Floats;
-using cases::Fp8Values;
-using cases::kEps;
-using cases::QuantizedValues;
-using cases::Random;
-using cases::Ranks;
-using cases::ScaleKinds;
-using cases::ScaleValues;
-using cases::start;
-using cases::Values;
-using cases::words;
-using flux::gemm::Cluster;
 using flux::gemm::TileConfig;
 using Mode = flux::runtime::Exchange::Mode;
 
@@ -39,9 +27,9 @@ struct Problem {
 
   // by_rows: each row of x and each column of the result has a scale.
   Problem(Random& random, bool promotes, int k, bool by_rows = false)
-      : kinds(cases::draw_kinds(random, promotes && k % cases::kScaleBlock == 0)),
+      : kinds(draw_kinds(random, promotes && k % kScaleBlock == 0)),
         x_dtype(promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3),
-        dtype(static_cast<DType>(random.below(2))),
+        dtype(draw_dtype(random)),
         fast(!promotes || (!kinds.blocks() && random.below(2) == 0)) {
     if (by_rows) kinds = {ScaleValues::Kind::kRows, ScaleValues::Kind::kRows};
   }
@@ -66,13 +54,13 @@ struct Product {
       x_scales.emplace_back(random, rank, "x's scales", problem.kinds.x, m, k, false, 1);
     }
   }
-  std::vector<int> of(int call) const {
-    const auto at = static_cast<size_t>(call);
+  Sums of(int call) const {
+    const auto at = call;
     return multiply(xs[at], x_scales[at], weight, weight_scales);
   }
   flux::gemm::GemmArgs args(const Problem& problem, int call, const flux::runtime::Matrix& out, DType dtype,
                             const void* bias_data, int config, int num_sms) const {
-    const auto at = static_cast<size_t>(call);
+    const auto at = call;
     return {xs[at].matrix(),
             weight.matrix(),
             false,
@@ -84,10 +72,6 @@ struct Product {
             scales_of(x_scales[at], weight_scales, problem.x_dtype, problem.fast)};
   }
 };
-
-std::string name_of(int call, int rank) {
-  return "call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out";
-}
 
 int draw_tile(Random& random, bool (*wanted)(const TileConfig&)) {
   for (;;) {
@@ -117,61 +101,41 @@ void gemm_rs(uint64_t seed) {
   const bool copied = random.below(3) == 0, rounds_own = random.below(2) == 0;
   const Problem problem(random, tile.promotes(), k);
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") + problem.name() +
-                  (rounds_own ? "own rounded, " : "") + words(world_size, m, n, k, problem.dtype));
+  describe(flux::gemm::config_name(config, cluster), copied ? ", copied, " : ", ", problem.name(),
+           rounds_own ? "own rounded, " : "", words(world_size, m, n, k, problem.dtype));
 
   const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
-  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  const Ranks ranks(world_size, sizes_of(layout));
   std::vector<Product> products;
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     products.emplace_back(random, rank, problem, m, n, k, /*most=*/2);
-    for (int call = 0; call < kCalls; ++call)
-      outs[static_cast<size_t>(rank)].emplace_back(rank, "out", rows, n);
+    for (int call = 0; call < kCalls; ++call) outs[rank].emplace_back(rank, "out", rows, n);
   }
   const int chunks = std::min(layout.tiles_per_slot(), random.between(1, 3));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    const Product& product = products[static_cast<size_t>(rank)];
+    const Product& product = products[rank];
     for (int call = 0; call < kCalls; ++call) {
       flux::gemm_rs::Transport transport = {};
       if (copied) {
         transport = {static_cast<uint32_t>(call + 1), chunks,
-                     static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
+                     allocate<char>(layout.slot_bytes(), rank, "staging")};
       }
-      const auto out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)].matrix();
-      flux::gemm_rs::gemm_rs(
-          product.args(problem, call, out, problem.dtype, product.bias.data,
-                       flux::gemm::pack_choice(config, static_cast<int>(cluster), 1), num_sms),
-          ranks.symm[static_cast<size_t>(rank)], transport, rounds_own, nullptr);
+      const auto out = outs[rank][call].matrix();
+      flux::gemm_rs::gemm_rs(product.args(problem, call, out, problem.dtype, product.bias.data,
+                                          pack(config, cluster, 1), num_sms),
+                             ranks.symm[rank], transport, rounds_own, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(kCalls);
+  ranks.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    std::vector<std::vector<int>> exact, sent;
-    for (const Product& each : products) {
-      exact.push_back(each.of(call));
-      sent.push_back(exact.back());
-      for (int& value : sent.back()) {
-        value = static_cast<int>(
-            cases::widened(cases::rounded(static_cast<float>(value), problem.dtype), problem.dtype));
-      }
-    }
+    std::vector<Sums> parts;
+    for (const Product& each : products) parts.push_back(each.of(call));
     for (int rank = 0; rank < world_size; ++rank) {
-      const Values& bias = products[static_cast<size_t>(rank)].bias;
-      std::vector<int> expected(static_cast<size_t>(rows) * static_cast<size_t>(n));
-      const size_t first = static_cast<size_t>(rank) * expected.size();
-      for (size_t i = 0; i < expected.size(); ++i) {
-        expected[i] = bias.values[i % static_cast<size_t>(n)];
-        for (size_t source = 0; source < products.size(); ++source) {
-          const bool own = static_cast<int>(source) == rank && !rounds_own;
-          expected[i] += (own ? exact : sent)[source][first + i];
-        }
-      }
-      expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, problem.dtype,
-             name_of(call, rank).c_str());
+      const Sums expected = scattered(parts, rank, rounds_own, problem.dtype, products[rank].bias);
+      expect(outs[rank][call], expected, problem.dtype, name_of(call, rank, "out"));
     }
   }
 }
@@ -195,7 +159,7 @@ void gemm_ar(uint64_t seed) {
     const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
     const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
     size = pairs ? 2 : split;
-    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
+    config = pack(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
     const int id = draw_tile(random, tall ? flux::gemm::supports_exchange : flux::gemm::supports_gathering);
@@ -208,22 +172,19 @@ void gemm_ar(uint64_t seed) {
     size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
     if (!many) m = random.one_of({m, 128, 128 + m});
     if (tall) m = 128 + m % 128;
-    config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 1);
+    config = pack(id, cluster, 1);
   }
   const Problem problem(random, promotes, k, tall);
   const int num_sms = many ? 2 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
-                  (mode == Mode::kOneShot ? ", one-shot, " : ", two-shot, ") + problem.name() +
-                  (adds ? "residual, " : "") + (norms ? "norm, " : "") + (quantises ? "quantised, " : "") +
-                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, problem.dtype));
+  describe(swaps ? "swap-AB " : "tiles ", config & 0xFF,
+           mode == Mode::kOneShot ? ", one-shot, " : ", two-shot, ", problem.name(), adds ? "residual, " : "",
+           norms ? "norm, " : "", quantises ? "quantised, " : "", num_sms, " SMs, ",
+           words(world_size, m, n, k, problem.dtype));
 
-  const int whole = (m + world_size - 1) / world_size * world_size;
-  const Ranks ranks(world_size,
-                    {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
+  const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
   std::vector<Product> products;
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size)),
-      normed(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(world_size), normed(world_size);
   std::vector<QuantizedValues> quantised;
   // Sums of up to eight ranks are exact in 16 bits.
   for (int rank = 0; rank < world_size; ++rank)
@@ -235,38 +196,29 @@ void gemm_ar(uint64_t seed) {
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
-      const Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
-      const Values& norm = normed[static_cast<size_t>(rank)].emplace_back(rank, "norm", m, n);
+      const Values& out = outs[rank].emplace_back(rank, "out", m, n);
+      const Values& norm = normed[rank].emplace_back(rank, "norm", m, n);
       flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? norm_weight.data : nullptr,
                                       kEps, norms ? out.data : nullptr};
       if (quantises) extras.quantized = quantised.emplace_back(random, rank, m, n, m, /*end=*/true).to;
       const auto result = norms ? norm.matrix() : out.matrix();
-      flux::gemm_ar::gemm_ar(products[static_cast<size_t>(rank)].args(problem, call, result, problem.dtype,
-                                                                      bias.data, config, num_sms),
-                             extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
+      flux::gemm_ar::gemm_ar(
+          products[rank].args(problem, call, result, problem.dtype, bias.data, config, num_sms), extras,
+          ranks.symm[rank], mode, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(kCalls);
+  ranks.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    std::vector<int> expected(static_cast<size_t>(m) * static_cast<size_t>(n));
-    for (const Product& each : products) {
-      const std::vector<int> part = each.of(call);
-      for (size_t i = 0; i < part.size(); ++i) {
-        expected[i] += static_cast<int>(
-            cases::widened(cases::rounded(static_cast<float>(part[i]), problem.dtype), problem.dtype));
-      }
-    }
-    for (size_t i = 0; i < expected.size(); ++i) {
-      expected[i] += bias.values[i % static_cast<size_t>(n)] + (adds ? residual.values[i] : 0);
-    }
+    Sums expected(m * n);
+    for (const Product& each : products) add(expected, rounded(each.of(call), problem.dtype));
+    add(expected, bias.values);
+    if (adds) add(expected, residual.values);
     for (int rank = 0; rank < world_size; ++rank) {
-      expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, problem.dtype,
-             name_of(call, rank).c_str());
-      const Values& norm = normed[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      expect(outs[rank][call], expected, problem.dtype, name_of(call, rank, "out"));
+      const Values& norm = normed[rank][call];
       if (norms) expect_norm(norm, expected, norm_weight, problem.dtype);
-      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(norm, problem.dtype);
+      if (quantises) quantised[rank * kCalls + call].expect_of(norm, problem.dtype);
     }
   }
 }
@@ -288,32 +240,30 @@ void ag_gemm(uint64_t seed) {
   const Problem problem(random, tile.promotes(), k);
   const bool wide = random.below(3) == 0;  // an fp32 result
   start(seed, world_size, std::max(size, random.one_of({1, 2, 8})), random);
-  cases::describe(flux::gemm::config_name(config, cluster) +
-                  (copied ? ", chunks of " + std::to_string(chunk_rows) + ", " : ", ") + problem.name() +
-                  (num_weights > 1 ? "two weights, " : "") + (collects ? "collected, " : "") +
-                  (wide ? "fp32, " : "") + std::to_string(num_sms) + " SMs, " +
-                  words(world_size, m, n, k, problem.dtype));
+  describe(flux::gemm::config_name(config, cluster),
+           copied ? ", chunks of " + std::to_string(chunk_rows) + ", " : ", ", problem.name(),
+           num_weights > 1 ? "two weights, " : "", collects ? "collected, " : "", wide ? "fp32, " : "",
+           num_sms, " SMs, ", words(world_size, m, n, k, problem.dtype));
 
-  const int scale_columns = problem.kinds.blocks() ? k / cases::kScaleBlock : 1;
+  const int scale_columns = problem.kinds.blocks() ? k / kScaleBlock : 1;
   // Rows are contiguous.
   const int row_bytes = (k + 15) / 16 * 16;
-  const auto layout = flux::ag_gemm::make_layout(m, row_bytes, world_size, scale_columns);
-  const Ranks region(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  const Ranks region(world_size,
+                     sizes_of(flux::ag_gemm::make_layout(m, row_bytes, world_size, scale_columns)));
   std::vector<Product> products;  // x of one weight, and the other's weight
   std::vector<Product> others;
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
-  std::vector<std::vector<Floats>> wides(static_cast<size_t>(world_size)),
-      scales(static_cast<size_t>(world_size));
-  std::vector<std::vector<Fp8Values>> gathered(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(world_size);
+  std::vector<std::vector<Floats>> wides(world_size), scales(world_size);
+  std::vector<std::vector<Fp8Values>> gathered(world_size);
   const int scale_rows = (m + 3) / 4 * 4;
   for (int rank = 0; rank < world_size; ++rank) {
     products.emplace_back(random, rank, problem, rows, n, k, /*most=*/2);
     others.emplace_back(random, rank, problem, rows, n, k, /*most=*/2);
   }
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  const int packed = pack(config, cluster, random.between(1, 3));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    const auto at = static_cast<size_t>(rank);
+    const auto at = rank;
     Product& mine = products[at];
     const Floats wide_bias(rank, "bias", 1, n);
     wide_bias.fill(mine.bias);
@@ -334,8 +284,8 @@ void ag_gemm(uint64_t seed) {
         }
         flux::ag_gemm::ag_gemm(args, region.symm[at], transport, /*reuse=*/i > 0, nullptr);
       }
-      const Fp8Values& x = mine.xs[static_cast<size_t>(call)];
-      const ScaleValues& x_scales = mine.x_scales[static_cast<size_t>(call)];
+      const Fp8Values& x = mine.xs[call];
+      const ScaleValues& x_scales = mine.x_scales[call];
       if (collects) {
         const Fp8Values& rows_of_all = gathered[at].emplace_back(rank, "gathered", m, k);
         const Floats& scales_of_all =
@@ -351,53 +301,44 @@ void ag_gemm(uint64_t seed) {
             nullptr);
       }
       // The stream overwrites x and its scales behind each call.
-      cudaMemcpyAsync(x.data, garbage.data, static_cast<size_t>(rows) * static_cast<size_t>(x.stride),
-                      cudaMemcpyDefault, nullptr);
+      cudaMemcpyAsync(x.data, garbage.data, rows * x.stride, cudaMemcpyDefault, nullptr);
       cudaMemcpyAsync(x_scales.data, garbage.data, 4, cudaMemcpyDefault, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(kCalls);
+  region.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
     for (int rank = 0; rank < world_size; ++rank) {
-      const auto at = static_cast<size_t>(rank), in_call = static_cast<size_t>(call);
+      const auto at = rank, in_call = call;
       for (int i = 0; i < num_weights; ++i) {
         const Product& own = i > 0 ? others[at] : products[at];
-        std::vector<int> expected;
+        Sums expected;
         for (const Product& each : products) {
-          const std::vector<int> part =
-              multiply(each.xs[in_call], each.x_scales[in_call], own.weight, own.weight_scales);
-          expected.insert(expected.end(), part.begin(), part.end());
+          append(expected, multiply(each.xs[in_call], each.x_scales[in_call], own.weight, own.weight_scales));
         }
-        for (size_t e = 0; e < expected.size(); ++e) {
-          expected[e] += products[at].bias.values[e % static_cast<size_t>(n)];
-        }
-        const size_t index = in_call * static_cast<size_t>(num_weights) + static_cast<size_t>(i);
+        add(expected, products[at].bias.values);
+        const size_t index = in_call * num_weights + i;
         if (wide) {
-          expect(wides[at][index], expected, name_of(call, rank).c_str());
+          expect(wides[at][index], expected, name_of(call, rank, "out"));
         } else {
-          expect(outs[at][index], expected, problem.dtype, name_of(call, rank).c_str());
+          expect(outs[at][index], expected, problem.dtype, name_of(call, rank, "out"));
         }
       }
       if (!collects) continue;
-      std::vector<int> factors(static_cast<size_t>(scale_columns) * static_cast<size_t>(scale_rows));
+      Sums factors(scale_columns * scale_rows);
       for (int row = 0; row < m; ++row) {
-        const Product& source = products[static_cast<size_t>(row / rows)];
+        const Product& source = products[row / rows];
         const Fp8Values& all = gathered[at][in_call];
         for (int column = 0; column < k; ++column) {
           const int value = source.xs[in_call].at(row % rows, column);
-          if (all.data[static_cast<int64_t>(row) * all.stride + column] ==
-              cases::fp8_of(value, problem.x_dtype))
+          if (all.data[static_cast<int64_t>(row) * all.stride + column] == fp8_of(value, problem.x_dtype))
             continue;
-          sim::report("gathered row " + std::to_string(row) + " on rank " + std::to_string(rank), nullptr);
+          wrong("gathered row ", row, " on rank ", rank);
         }
         for (int column = 0; column < scale_columns; ++column) {
           const float scale = scales[at][in_call].data[column * scale_rows + row];
           if (scale == std::ldexp(1.0f, source.x_scales[in_call].exponent(row % rows, column))) continue;
-          sim::report("gathered scale " + std::to_string(row) + ", " + std::to_string(column) + " on rank " +
-                          std::to_string(rank) + " is " + std::to_string(scale),
-                      nullptr);
+          wrong("gathered scale ", row, ", ", column, " on rank ", rank, " is ", scale);
         }
       }
     }
@@ -406,7 +347,7 @@ void ag_gemm(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv,
-                          {{"fp8_gemm_rs", gemm_rs}, {"fp8_gemm_ar", gemm_ar}, {"fp8_ag_gemm", ag_gemm}});
-}
+const std::vector<NamedCase> kCases = {
+    {"fp8_gemm_rs", gemm_rs}, {"fp8_gemm_ar", gemm_ar}, {"fp8_ag_gemm", ag_gemm}};
+
+}  // namespace cases

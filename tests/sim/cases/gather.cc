@@ -6,16 +6,10 @@
 #include "gemm/select.h"
 #include "ranks.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::Random;
-using cases::Ranks;
-using cases::start;
-using cases::Values;
-using cases::words;
 using flux::ag_gemm::Transport;
-using flux::gemm::Cluster;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
 
@@ -32,9 +26,7 @@ struct Way {
 };
 
 Ranks gathering_ranks(const flux::ag_gemm::Layout& layout, uint64_t seed, const Way& way) {
-  return {layout.world_size,
-          {layout.num_signals() * 4, layout.slot_bytes(), 0},
-          way.copied ? 0 : cases::epochs_before(seed)};
+  return {layout.world_size, sizes_of(layout), way.copied ? 0 : epochs_before(seed)};
 }
 
 // A rank's operands of all calls. The stream overwrites x behind each call.
@@ -51,9 +43,8 @@ struct Rank {
     }
   }
   void overwrite(int call) {
-    const Values& x = xs[static_cast<size_t>(call)];
-    cudaMemcpyAsync(x.data, garbage.data, static_cast<size_t>(x.rows) * static_cast<size_t>(x.columns) * 2,
-                    cudaMemcpyDefault, nullptr);
+    const Values& x = xs[call];
+    cudaMemcpyAsync(x.data, garbage.data, x.rows * x.columns * 2, cudaMemcpyDefault, nullptr);
   }
 };
 
@@ -63,26 +54,20 @@ std::vector<Rank> make_ranks(Random& random, int world_size, int rows, int k, DT
   return ranks;
 }
 
-std::string name_of(int call, int rank, const char* what) {
-  return "call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": " + what;
-}
-
 void expect_gathered(const std::vector<Rank>& ranks, int call, DType dtype) {
-  std::vector<int> all;
+  Sums all;
   for (const Rank& each : ranks) {
-    const std::vector<int>& values = each.xs[static_cast<size_t>(call)].values;
-    all.insert(all.end(), values.begin(), values.end());
+    append(all, each.xs[call].values);
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    expect(ranks[rank].gathered[static_cast<size_t>(call)], all, dtype,
-           name_of(call, static_cast<int>(rank), "gathered").c_str());
+    expect(ranks[rank].gathered[call], all, dtype, name_of(call, static_cast<int>(rank), "gathered"));
   }
 }
 
 void all_gather(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 3, 4, 8});
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   // More blocks than CTAs; or blocks of one piece, or of several, of which the last is shorter.
   const bool long_rows = world_size == 2 && random.below(3) != 0;
   const int rows = world_size == 8 && random.below(3) == 0 ? 900 : random.one_of({1, 37, 128, 200, 300});
@@ -93,26 +78,24 @@ void all_gather(uint64_t seed) {
   const bool begins =
       way.copied && random.below(2) == 0;  // copies that start before other work of the stream
   start(seed, world_size, random.one_of({1, 3, 8}), random);
-  cases::describe(way.name() + (begins ? "begun, " : "") + words(world_size, rows * world_size, k, 0, dtype));
+  describe(way.name(), begins ? "begun, " : "", words(world_size, rows * world_size, k, 0, dtype));
 
   const Ranks region =
       gathering_ranks(flux::ag_gemm::make_layout(rows * world_size, k, world_size), seed, way);
   std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    Rank& mine = ranks[static_cast<size_t>(rank)];
-    const auto& symm = region.symm[static_cast<size_t>(rank)];
+    Rank& mine = ranks[rank];
+    const auto& symm = region.symm[rank];
     for (int call = 0; call < kCalls; ++call) {
-      const auto x = mine.xs[static_cast<size_t>(call)].matrix();
+      const auto x = mine.xs[call].matrix();
       if (begins) flux::ag_gemm::begin_all_gather(x, symm, way.of_call(call), nullptr);
-      flux::ag_gemm::all_gather(x, mine.gathered[static_cast<size_t>(call)].matrix(), symm, way.of_call(call),
-                                begins, nullptr);
+      flux::ag_gemm::all_gather(x, mine.gathered[call].matrix(), symm, way.of_call(call), begins, nullptr);
       mine.overwrite(call);
     }
   }
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(kCalls);
+  region.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) expect_gathered(ranks, call, dtype);
 }
 
@@ -129,13 +112,12 @@ struct Columns {
   }
 
   void check(const std::vector<Rank>& ranks, int call, bool transposed, DType dtype, int rank) const {
-    std::vector<int> expected;
+    Sums expected;
     for (const Rank& each : ranks) {
-      const std::vector<int> part = multiply(each.xs[static_cast<size_t>(call)], weight, transposed);
-      expected.insert(expected.end(), part.begin(), part.end());
+      append(expected, multiply(each.xs[call], weight, transposed));
     }
-    for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias.values[i % bias.values.size()];
-    expect(outs[static_cast<size_t>(call)], expected, dtype, name_of(call, rank, "out").c_str());
+    add(expected, bias.values);
+    expect(outs[call], expected, dtype, name_of(call, rank, "out"));
   }
 };
 
@@ -143,8 +125,8 @@ void ag_gemm(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const auto dtype = static_cast<DType>(random.below(2));
-  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_gathering);
+  const auto dtype = draw_dtype(random);
+  const int config = draw_16bit_tile(random, flux::gemm::supports_gathering);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
@@ -160,49 +142,42 @@ void ag_gemm(uint64_t seed) {
   const bool collects = !many && random.below(3) == 0;
   const Way way(random);
   start(seed, world_size, resident, random);
-  cases::describe(flux::gemm::config_name(config, cluster) + ", " + way.name() +
-                  (num_weights > 1 ? "two weights, " : "") + (collects ? "collected, " : "") +
-                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, dtype));
+  describe(flux::gemm::config_name(config, cluster), ", ", way.name(), num_weights > 1 ? "two weights, " : "",
+           collects ? "collected, " : "", num_sms, " SMs, ", words(world_size, m, n, k, dtype));
 
   const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(m, k, world_size), seed, way);
   std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
-  std::vector<std::vector<Columns>> columns(static_cast<size_t>(world_size));
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  std::vector<std::vector<Columns>> columns(world_size);
+  const int packed = pack(config, cluster, random.between(1, 3));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    const auto& symm = region.symm[static_cast<size_t>(rank)];
-    Rank& mine = ranks[static_cast<size_t>(rank)];
+    const auto& symm = region.symm[rank];
+    Rank& mine = ranks[rank];
     for (int i = 0; i < num_weights; ++i) {
-      columns[static_cast<size_t>(rank)].emplace_back(random, rank, m, n, k, transposed, dtype);
+      columns[rank].emplace_back(random, rank, m, n, k, transposed, dtype);
     }
     for (int call = 0; call < kCalls; ++call) {
-      const auto x = mine.xs[static_cast<size_t>(call)].matrix();
+      const auto x = mine.xs[call].matrix();
       bool reuse = false;
-      for (const Columns& each : columns[static_cast<size_t>(rank)]) {
-        const flux::gemm::GemmArgs args = {x,
-                                           each.weight.matrix(),
-                                           transposed,
-                                           each.outs[static_cast<size_t>(call)].matrix(),
-                                           each.bias.data,
-                                           dtype,
-                                           packed,
-                                           num_sms};
+      for (const Columns& each : columns[rank]) {
+        const flux::gemm::GemmArgs args = {
+            x,      each.weight.matrix(), transposed, each.outs[call].matrix(), each.bias.data, dtype, packed,
+            num_sms};
         flux::ag_gemm::ag_gemm(args, symm, way.of_call(call), reuse, nullptr);
         reuse = true;
       }
       if (collects) {
-        flux::ag_gemm::collect(x, mine.gathered[static_cast<size_t>(call)].matrix(), symm,
-                               way.of_call(call).copy_epoch, {}, nullptr);
+        flux::ag_gemm::collect(x, mine.gathered[call].matrix(), symm, way.of_call(call).copy_epoch, {},
+                               nullptr);
       }
       mine.overwrite(call);
     }
   }
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(kCalls);
+  region.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
     for (int rank = 0; rank < world_size; ++rank) {
-      for (const Columns& each : columns[static_cast<size_t>(rank)]) {
+      for (const Columns& each : columns[rank]) {
         each.check(ranks, call, transposed, dtype, rank);
       }
     }
@@ -212,6 +187,6 @@ void ag_gemm(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv, {{"all_gather", all_gather}, {"ag_gemm", ag_gemm}});
-}
+const std::vector<NamedCase> kCases = {{"all_gather", all_gather}, {"ag_gemm", ag_gemm}};
+
+}  // namespace cases

@@ -8,12 +8,8 @@
 #include "gemm/swap_ab.h"
 #include "runtime/tensor_map.h"
 
+namespace cases {
 namespace {
-
-using cases::DType;
-using cases::Random;
-using cases::Values;
-using flux::gemm::Cluster;
 
 struct Shape {
   int m, n, k;
@@ -24,7 +20,7 @@ struct Shape {
 // the first.
 void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config, int num_sms, int resident,
          const std::string& name, bool swiglu = false) {
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const bool with_bias = random.below(2) == 0 && !swiglu;
   sim::MachineConfig machine;
   machine.resident = resident;
@@ -33,12 +29,10 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
   const bool chained = random.below(3) == 0 && shape.n >= shape.least_k && !swiglu;
   const bool weight_is_constant = random.below(2) == 0;
   if (chained) shape.k = shape.n;
-  cases::describe(name + (chained ? ", chained, " : ", ") + std::to_string(shape.m) + " x " +
-                  std::to_string(shape.n) + " x " + std::to_string(shape.k) +
-                  (transposed ? ", [K, N]" : ", [N, K]") + (dtype == DType::kBFloat16 ? ", bf16" : ", fp16") +
-                  (with_bias ? ", bias" : "") + (swiglu ? ", SwiGLU" : "") +
-                  (weight_is_constant ? ", constant weight, " : ", ") + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(resident) + " resident");
+  describe(name, chained ? ", chained, " : ", ", shape.m, " x ", shape.n, " x ", shape.k,
+           transposed ? ", [K, N]" : ", [N, K]", name_of(dtype), with_bias ? ", bias" : "",
+           swiglu ? ", SwiGLU" : "", weight_is_constant ? ", constant weight, " : ", ", num_sms, " SMs, ",
+           resident, " resident");
 
   Values weight(0, "weight", transposed ? shape.k : shape.n, transposed ? shape.n : shape.k,
                 random.below(2) * 8);
@@ -71,26 +65,17 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
   }
   cudaDeviceSynchronize();
   for (int call = 0; call < 2; ++call) {
-    std::vector<int> expected = multiply(xs[call], weight, transposed);
-    for (size_t i = 0; with_bias && i < expected.size(); ++i) {
-      expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
-    }
+    Sums expected = multiply(xs[call], weight, transposed);
+    if (with_bias) add(expected, bias.values);
     const std::string out_name = call == 0 ? "out" : "second out";
     if (swiglu) {  // of rounded products, as behind a GEMM
-      for (int& sum : expected) {
-        const uint16_t rounded = cases::rounded(static_cast<float>(sum), dtype);
-        sum = static_cast<int>(cases::widened(rounded, dtype));
-      }
-      cases::expect_rows(outs[static_cast<size_t>(call)],
-                         cases::activated(expected, shape.n, cases::Activation::kSwiglu), dtype, out_name);
+      expect_rows(outs[call], activated(rounded(expected, dtype), shape.n, Activation::kSwiglu), dtype,
+                  out_name);
       continue;
     }
-    expect(outs[static_cast<size_t>(call)], expected, dtype, out_name.c_str());
+    expect(outs[call], expected, dtype, out_name);
     if (!chained || call > 0) continue;
-    for (const int value : expected) {
-      const float rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
-      xs[1].values.push_back(static_cast<int>(rounded));
-    }
+    xs[1].values = rounded(expected, dtype);
   }
 }
 
@@ -102,7 +87,7 @@ int extent(Random& random, int tile, int most_tiles) {
 
 void ordinary(uint64_t seed) {
   Random random(seed);
-  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_keeping);
+  const int config = draw_16bit_tile(random, flux::gemm::supports_keeping);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
@@ -111,13 +96,13 @@ void ordinary(uint64_t seed) {
                        extent(random, 64, 6), 8};
   const int num_sms = random.one_of({2, 3, 4, 8});
   const int resident = std::max(size, random.one_of({1, 2, 3, 8}));
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  const int packed = pack(config, cluster, random.between(1, 3));
   run(seed, random, shape, transposed, packed, num_sms, resident, flux::gemm::config_name(config, cluster));
 }
 
 void split_k(uint64_t seed) {
   Random random(seed);
-  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_split);
+  const int config = draw_16bit_tile(random, flux::gemm::supports_split);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
@@ -125,13 +110,13 @@ void split_k(uint64_t seed) {
   const Shape shape = {std::max(1, extent(random, 128, 2) - random.below(8)), extent(random, tile.block_n, 2),
                        64 * (size - 1) + extent(random, 64, 6), 64 * (size - 1) + 8};
   const int resident = std::max(size, random.one_of({2, 3, 4, 8}));
-  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 2));
+  const int packed = pack(config, cluster, random.between(1, 2));
   run(seed, random, shape, transposed, packed, 8, resident, flux::gemm::config_name(config, cluster));
 }
 
 void swap_ab(uint64_t seed) {
   Random random(seed);
-  const int config = random.below(cases::k16BitSwapAbTiles);
+  const int config = random.below(k16BitSwapAbTiles);
   const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
   const int sharers = tile.in_pairs && random.below(2) == 0 ? 2 : 1,
             split = sharers == 2 ? 1 : 1 << random.below(4);
@@ -143,13 +128,13 @@ void swap_ab(uint64_t seed) {
                        stage_k * (split - 1) + extent(random, stage_k, 4), stage_k * (split - 1) + 8};
   const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
   const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
-  const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);
+  const int packed = pack(flux::gemm::kFirstSwapAb + config, split, sharers);
   run(seed, random, shape, transposed, packed, num_sms, resident,
       flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers), swiglu);
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv, {{"ordinary", ordinary}, {"split_k", split_k}, {"swap_ab", swap_ab}});
-}
+const std::vector<NamedCase> kCases = {{"ordinary", ordinary}, {"split_k", split_k}, {"swap_ab", swap_ab}};
+
+}  // namespace cases

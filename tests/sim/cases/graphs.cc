@@ -13,12 +13,12 @@ constexpr int kSets =
 
 // The calls of a graph on each rank.
 struct Captured {
-  std::vector<int> calls;
+  Sums calls;
   std::vector<sim::Graph> of_rank;
 };
 
 void copy(void* dst, const void* src, int64_t bytes) {
-  cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyDefault, nullptr);
+  cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, nullptr);
 }
 
 }  // namespace
@@ -26,22 +26,22 @@ void copy(void* dst, const void* src, int64_t bytes) {
 void graphs(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 3, 4}), num_graphs = random.between(1, 2);
-  std::vector<Captured> captured(static_cast<size_t>(num_graphs));
+  std::vector<Captured> captured(num_graphs);
   int calls = kSets;
   for (Captured& graph : captured) {
     for (int i = random.between(1, 3); i > 0; --i) graph.calls.push_back(calls++);
   }
-  Setup setup = {random, world_size, calls, static_cast<DType>(random.below(2))};
+  Setup setup = {random, world_size, calls, draw_dtype(random)};
   setup.transposed = random.below(2) == 0;
   start(seed, world_size, random.one_of({2, 3, 8}), random);
-  const Op op = kOps[static_cast<size_t>(random.below(static_cast<int>(kOps.size())))](setup);
+  const Op op = kOps[random.below(static_cast<int>(kOps.size()))](setup);
   // Copy engines have a workspace of their own, in which the host counts the epochs: graphs do not use it.
   const Ranks region(world_size, op.sizes), copies(world_size, op.sizes);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (Captured& graph : captured) {
       graph.of_rank.push_back(sim::capture([&] {
-        for (const int call : graph.calls) op.enqueue(rank, call, region.symm[static_cast<size_t>(rank)], 0);
+        for (const int call : graph.calls) op.enqueue(rank, call, region.symm[rank], 0);
       }));
     }
   }
@@ -87,15 +87,15 @@ void graphs(uint64_t seed) {
       for (int rank = 0; rank < world_size; ++rank) {
         cudaSetDevice(rank);
         const Ranks& ranks = copies_it ? copies : region;
-        op.enqueue(rank, set, ranks.symm[static_cast<size_t>(rank)], copies_it ? copied : 0);
+        op.enqueue(rank, set, ranks.symm[rank], copies_it ? copied : 0);
         keep(set, set, rank);
       }
       continue;
     }
-    const Captured& graph = captured[static_cast<size_t>(which)];
+    const Captured& graph = captured[which];
     steps += std::to_string(which);
     epochs += static_cast<uint32_t>(op.epochs) * static_cast<uint32_t>(graph.calls.size());
-    std::vector<int> sets;
+    Sums sets;
     for (size_t i = 0; i < graph.calls.size(); ++i) sets.push_back(random.below(kSets));
     for (int rank = 0; rank < world_size; ++rank) {
       cudaSetDevice(rank);
@@ -104,17 +104,15 @@ void graphs(uint64_t seed) {
         for (size_t input = 0; input < to.size(); ++input)
           copy(to[input].data, from[input].data, to[input].bytes);
       }
-      sim::replay(graph.of_rank[static_cast<size_t>(rank)]);
+      sim::replay(graph.of_rank[rank]);
       for (size_t i = 0; i < sets.size(); ++i) keep(graph.calls[i], sets[i], rank);
     }
     if (random.below(4) == 0) cudaDeviceSynchronize();
   }
-  cases::describe(op.name + ", " + std::to_string(world_size) + " ranks, steps " + steps +
-                  (setup.transposed ? ", [K, N]" : "") +
-                  (setup.dtype == DType::kBFloat16 ? ", bf16" : ", fp16"));
+  describe(op.name, ", ", world_size, " ranks, steps ", steps, setup.transposed ? ", [K, N]" : "",
+           name_of(setup.dtype));
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(epochs);
+  region.expect_done(epochs);
   copies.expect_no_timeout();
   for (const Output& output : found) expect_right(output, setup.dtype, output.values, /*may_fail=*/false);
 }

@@ -7,12 +7,9 @@
 #include "gemm_ar/gemm_ar.h"
 #include "ranks.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::Random;
-using cases::Ranks;
-using cases::start;
 using flux::runtime::Int8Scatter;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
@@ -25,7 +22,7 @@ struct Rows {
 
   Rows(int rank, const char* name, DType dtype, int count, int n) : dtype(dtype), count(count), n(n) {
     data = static_cast<char*>(sim::allocate(bytes(), rank, name));
-    std::memset(data, 0xFF, static_cast<size_t>(bytes()));  // NaN
+    std::memset(data, 0xFF, bytes());  // NaN
   }
   int64_t bytes() const { return int64_t{count} * n * flux::runtime::element_bytes(dtype); }
   char* at(int row, int column) const {
@@ -33,13 +30,13 @@ struct Rows {
   }
   float get(int row, int column) const {
     if (dtype == DType::kFloat32) return *reinterpret_cast<const float*>(at(row, column));
-    return cases::widened(*reinterpret_cast<const uint16_t*>(at(row, column)), dtype);
+    return widened(*reinterpret_cast<const uint16_t*>(at(row, column)), dtype);
   }
   void set(int row, int column, float value) const {
     if (dtype == DType::kFloat32) {
       *reinterpret_cast<float*>(at(row, column)) = value;
     } else {
-      *reinterpret_cast<uint16_t*>(at(row, column)) = cases::rounded(value, dtype);
+      *reinterpret_cast<uint16_t*>(at(row, column)) = rounded(value, dtype);
     }
   }
   int groups() const { return (n + Int8Scatter::kGroup - 1) / Int8Scatter::kGroup; }
@@ -95,8 +92,8 @@ void int8_sum(uint64_t seed, bool freezes) {
   const int num_sms = random.one_of({1, 2, 3, 4, 8});  // 8: all, so that launches start early
   const bool exact = random.below(2) == 0, rounds_own = random.below(3) == 0;
   start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1, /*late_rank=*/-1, freezes);
-  cases::describe(std::string(exact ? "exact, " : "") + (rounds_own ? "own rounded, " : "") +
-                  (dtype == DType::kFloat32 ? "fp32, " : "") + cases::words(world_size, rows, n, 0, dtype));
+  describe(exact ? "exact, " : "", rounds_own ? "own rounded, " : "",
+           dtype == DType::kFloat32 ? "fp32, " : "", words(world_size, rows, n, 0, dtype));
 
   const Int8Scatter scatter = {rows, n, world_size};
   const Ranks ranks(world_size, {0, 0, scatter.bytes()});
@@ -108,24 +105,21 @@ void int8_sum(uint64_t seed, bool freezes) {
       const Rows& out = outs[call].emplace_back(rank, "out", dtype, rows, n);
       fill(x, random, exact);
       flux::gemm_ar::reduce_scatter_int8(x.data, int64_t{rows + padding} * n, {out.data, rows, n, n}, dtype,
-                                         ranks.symm[static_cast<size_t>(rank)], num_sms, rounds_own, nullptr);
+                                         ranks.symm[rank], num_sms, rounds_own, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  if (!freezes) {
-    ranks.expect_no_timeout();
-    ranks.expect_rest(kCalls);
-  }
+  if (!freezes) ranks.expect_done(kCalls);
   for (size_t call = 0; call < kCalls; ++call) {
     for (int rank = 0; rank < world_size; ++rank) {
-      const Rows& out = outs[call][static_cast<size_t>(rank)];
-      const bool failed = ranks.symm[static_cast<size_t>(rank)].error->code != 0;
+      const Rows& out = outs[call][rank];
+      const bool failed = ranks.symm[rank].error->code != 0;
       for (int row = 0; row < rows; ++row) {
         const int in_x = rank * (rows + padding) + row;
         for (int group = 0; group < out.groups(); ++group) {
           std::vector<float> total(Int8Scatter::kGroup), plain(Int8Scatter::kGroup);
           for (int source = 0; source < world_size; ++source) {
-            const Rows& x = xs[call][static_cast<size_t>(source)];
+            const Rows& x = xs[call][source];
             const std::vector<float> sent = travelled(x, in_x, group);
             for (size_t i = 0; i < sent.size(); ++i) {
               const float whole = x.get(in_x, group * Int8Scatter::kGroup + static_cast<int>(i));
@@ -134,15 +128,13 @@ void int8_sum(uint64_t seed, bool freezes) {
             }
           }
           for (int column = group * Int8Scatter::kGroup; column < out.end_of(group); ++column) {
-            const auto i = static_cast<size_t>(column % Int8Scatter::kGroup);
+            const auto i = (column % Int8Scatter::kGroup);
             const float found = out.get(row, column);
             float right = exact ? plain[i] : total[i];
-            if (dtype != DType::kFloat32) right = cases::widened(cases::rounded(right, dtype), dtype);
+            if (dtype != DType::kFloat32) right = rounded_to(right, dtype);
             if (found == right || (std::isnan(found) && (failed || std::isnan(right)))) continue;
-            sim::report("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out[" +
-                            std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                            std::to_string(found) + ", and not " + std::to_string(right),
-                        nullptr);
+            wrong("call ", call, ", rank ", rank, ": out[", row, "][", column, "] is ", found, ", and not ",
+                  right);
           }
         }
       }
@@ -155,6 +147,6 @@ void int8_sum_frozen(uint64_t seed) { int8_sum(seed, /*freezes=*/true); }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv, {{"int8_sum", int8_sum}, {"int8_sum_frozen", int8_sum_frozen}});
-}
+const std::vector<NamedCase> kCases = {{"int8_sum", int8_sum}, {"int8_sum_frozen", int8_sum_frozen}};
+
+}  // namespace cases

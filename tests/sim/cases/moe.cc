@@ -5,27 +5,8 @@
 #include "cuda_runtime_api.h"
 #include "experts.h"
 
+namespace cases {
 namespace {
-
-using cases::Activation;
-using cases::Choices;
-using cases::copied;
-using cases::divisor;
-using cases::draw_columns;
-using cases::DType;
-using cases::expect_rows;
-using cases::Layout;
-using cases::name_of;
-using cases::OwnTokens;
-using cases::Random;
-using cases::Ranks;
-using cases::Routing;
-using cases::RoutingArrays;
-using cases::SortedRows;
-using cases::start;
-using cases::Values;
-using cases::Weights;
-using cases::words;
 
 void route(uint64_t seed) {
   constexpr int kCalls = 3;
@@ -59,44 +40,40 @@ void route(uint64_t seed) {
   for (int call = 0; call < kCalls; ++call) {
     Choices& choices = calls.emplace_back(random, layout);
     // A weight with the bits that stand for absent data; ranks agree on another NaN instead.
-    if (choices.tokens[0] > 0) choices.weights[static_cast<size_t>(random.below(top_k))] = cases::kOtherNan;
+    if (choices.tokens[0] > 0) choices.weights[random.below(top_k)] = kOtherNan;
   }
-  cases::describe(words(calls[0]) + (wide ? ", int64" : ", int32"));
+  describe(words(calls[0]), wide ? ", int64" : ", int32");
 
   const Ranks ranks(world_size, {0, 0, route_exchange_bytes(layout)});
-  std::vector<std::vector<Routing>> found(static_cast<size_t>(world_size));
+  std::vector<std::vector<Routing>> found(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (const Choices& choices : calls) {
       const OwnTokens tokens(choices, rank, wide);
-      const Routing& mine = found[static_cast<size_t>(rank)].emplace_back(choices.of(rank), rank);
-      auto* const scratch =
-          static_cast<int32_t*>(sim::allocate(route_scratch_words(layout) * 4, rank, "scratch"));
+      const Routing& mine = found[rank].emplace_back(choices.of(rank), rank);
+      auto* const scratch = allocate<int32_t>(route_scratch_words(layout), rank, "scratch");
       flux::moe::route(choices.of(rank), flux::gemm::kBlockM, tokens.own,
-                       world_size > 1 ? &ranks.symm[static_cast<size_t>(rank)] : nullptr, mine.out,
-                       mine.weights, scratch, nullptr);
+                       world_size > 1 ? &ranks.symm[rank] : nullptr, mine.out, mine.weights, scratch,
+                       nullptr);
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(world_size > 1 && layout.max_tokens > 0 ? kCalls : 0);
+  ranks.expect_done(world_size > 1 && layout.max_tokens > 0 ? kCalls : 0);
   for (int rank = 0; rank < world_size; ++rank) {
     for (int call = 0; call < kCalls; ++call) {
-      const Choices& choices = calls[static_cast<size_t>(call)];
+      const Choices& choices = calls[call];
       const Routing right(choices.of(rank), rank);
       right.fill_on_host(choices, rank);
-      found[static_cast<size_t>(rank)][static_cast<size_t>(call)].expect(right, name_of(call, rank));
+      found[rank][call].expect(right, name_of(call, rank, "routing"));
     }
   }
 }
 
-const int* row_of(const Values& x, int row) {
-  return &x.values[static_cast<size_t>(row) * static_cast<size_t>(x.columns)];
-}
+const int* row_of(const Values& x, int row) { return &x.values[row * x.columns]; }
 
 void grouped_gemm(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const int config = flux::moe::kGroupedConfigs[random.below(4)];
   const auto activation = static_cast<Activation>(random.below(4));
   const bool swiglu = activation == Activation::kSwiglu, indexed = random.below(2) == 0;
@@ -110,11 +87,10 @@ void grouped_gemm(uint64_t seed) {
   const SortedRows sorted(
       random, experts, indexed,
       [&] { return many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300}); },
-      cases::far_rows(seed, k * 2));
+      far_rows(seed, k * 2));
   const Weights weight(random, 0, experts, n, k, transposed, dtype);
-  cases::describe(sorted.words() + weight.words() + ", tile " + std::to_string(config) + ", activation " +
-                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(sim::machine.config.resident) + " resident");
+  describe(sorted.words(), weight.words(), ", tile ", config, ", activation ", static_cast<int>(activation),
+           ", ", num_sms, " SMs, ", sim::machine.config.resident, " resident");
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
     xs.emplace_back(0, "x", sorted.m, k, 0, sorted.before);
@@ -133,21 +109,20 @@ void grouped_gemm(uint64_t seed) {
   }
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
-    std::vector<int> sums;
+    Sums sums;
     sorted.for_each([&](int expert, int row) { weight.multiply_row(row_of(xs[call], row), expert, sums); });
-    expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+    expect_rows(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
 
 void combine(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const int tokens = random.between(0, 60), top_k = random.between(1, 9), n = 8 * random.between(1, 300);
   const int rows = random.between(1, 80);
   start(seed, 1, random.one_of({1, 8}), random);
-  cases::describe(std::to_string(tokens) + " tokens, top " + std::to_string(top_k) + ", " +
-                  std::to_string(rows) + " x " + std::to_string(n));
-  const int padding = 8 * random.below(2), before = cases::far_rows(seed, (n + padding) * 2);
+  describe(tokens, " tokens, top ", top_k, ", ", rows, " x ", n);
+  const int padding = 8 * random.below(2), before = far_rows(seed, (n + padding) * 2);
   Values products(0, "products", rows, n, padding, before), out(0, "out", std::max(1, tokens), n);
   products.fill(random, dtype, 8);
   std::vector<int32_t> positions;
@@ -156,20 +131,15 @@ void combine(uint64_t seed) {
     positions.push_back(random.below(4) == 0 ? -1 : before + random.below(rows));
     weights.push_back(random.one_of({1.0f, 2.0f, 0.5f, -1.0f}));
   }
-  auto* const device_weights =
-      static_cast<float*>(sim::allocate(std::max(1, tokens * top_k) * 4, 0, "weights"));
-  std::copy(weights.begin(), weights.end(), device_weights);
-  sim::mark_written(device_weights, tokens * top_k * int64_t{4});
-  flux::moe::combine(products.matrix(), dtype, copied(positions, 0, "positions"), device_weights, tokens,
-                     top_k, out.data, nullptr);
+  flux::moe::combine(products.matrix(), dtype, copied(positions, 0, "positions"),
+                     copied(weights, 0, "weights"), tokens, top_k, out.data, nullptr);
   cudaDeviceSynchronize();
   for (int token = 0; token < tokens; ++token) {
     for (int column = 0; column < n; ++column) {
       float sum = 0;
       for (int i = token * top_k; i < (token + 1) * top_k; ++i) {
-        const int position = positions[static_cast<size_t>(i)];
-        if (position >= 0)
-          sum += weights[static_cast<size_t>(i)] * static_cast<float>(products.at(position - before, column));
+        const int position = positions[i];
+        if (position >= 0) sum += weights[i] * static_cast<float>(products.at(position - before, column));
       }
       expected.push_back(sum);
     }
@@ -182,29 +152,19 @@ void expect_near(const Values& out, const std::vector<double>& rows, DType dtype
   const double allowed = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-10, none = 1e-40;
   for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
     const bool inside = i < static_cast<int64_t>(rows.size());
-    const double right = inside ? rows[static_cast<size_t>(i)] : 0, got = cases::widened(out.data[i], dtype);
+    const double right = inside ? rows[i] : 0, got = widened(out.data[i], dtype);
     if (inside ? std::abs(got - right) <= allowed * std::abs(right) + none
                : out.data[i] == Values::kUntouched)
       continue;
-    sim::report(std::string(name) + "[" + std::to_string(i / out.columns) + "][" +
-                    std::to_string(i % out.columns) + "] is " + std::to_string(got) + ", and not " +
-                    (inside ? std::to_string(right) : "left alone"),
-                nullptr);
+    wrong(name, "[", i / out.columns, "][", i % out.columns, "] is ", got, ", and not ",
+          inside ? std::to_string(right) : "left alone");
   }
-}
-
-float* copied_floats(const std::vector<float>& values, const char* name) {
-  const auto bytes = static_cast<int64_t>(values.size()) * 4;
-  auto* const floats = static_cast<float*>(sim::allocate(std::max<int64_t>(4, bytes), 0, name));
-  std::copy(values.begin(), values.end(), floats);
-  sim::mark_written(floats, bytes);
-  return floats;
 }
 
 // The steps between GEMMs. Nobody has written the rows behind the last one of experts, so that reading them is an error.
 void expert_rows(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const auto activation = random.one_of({Activation::kSilu, Activation::kGelu, Activation::kSwiglu});
   const bool scaled = random.below(3) > 0, dotted = random.below(3) > 0,
              gated = activation == Activation::kSwiglu;
@@ -212,10 +172,9 @@ void expert_rows(uint64_t seed) {
   const int end = many ? 530 : random.one_of({0, 1, 9, 40}), count = end + random.one_of({0, 1, 30});
   const int n = 8 * (many ? random.between(1, 4) : random.one_of({31, 33, random.between(1, 300)}));
   start(seed, 1, random.one_of({1, 8}), random);
-  cases::describe(std::to_string(end) + " of " + std::to_string(count) + " rows of " + std::to_string(n) +
-                  (scaled ? ", scaled" : "") + (dotted ? ", with dot products" : "") + ", activation " +
-                  std::to_string(static_cast<int>(activation)));
-  const flux::moe::ExpertRows rows = {copied({end}, 0, "end"), count, n, dtype};
+  describe(end, " of ", count, " rows of ", n, scaled ? ", scaled" : "", dotted ? ", with dot products" : "",
+           ", activation ", static_cast<int>(activation));
+  const flux::moe::ExpertRows rows = {copied(std::vector{end}, 0, "end"), count, n, dtype};
   const auto made = [&](const char* name, int columns) {
     return Values(0, name, std::max(1, count), columns);
   };
@@ -228,13 +187,13 @@ void expert_rows(uint64_t seed) {
   };
   std::vector<float> scores;
   std::vector<int32_t> tokens;
-  const int before = cases::far_rows(seed, n / 8);
+  const int before = far_rows(seed, n / 8);
   for (int row = 0; row < end; ++row) {
     scores.push_back(random.one_of({1.0f, 2.0f, 0.5f, -4.0f}));
     tokens.push_back(before + random.below(20));
   }
-  const float* const device_scores = scaled ? copied_floats(scores, "scores") : nullptr;
-  const auto score = [&](int row) { return scaled ? scores[static_cast<size_t>(row)] : 1.0f; };
+  const float* const device_scores = scaled ? copied(scores, 0, "scores") : nullptr;
+  const auto score = [&](int row) { return scaled ? scores[row] : 1.0f; };
 
   Values x(0, "x", 20, n, 0, before), gathered = made("gathered", n);
   x.fill(random, dtype, 8);
@@ -244,7 +203,7 @@ void expert_rows(uint64_t seed) {
   Values finished = filled("finished", n, 8);
   const Values other = filled("other", n, 4);
   // One more than there are: it must stay as it is.
-  float* const dots = copied_floats(std::vector<float>(static_cast<size_t>(count) + 1, 77), "dots");
+  float* const dots = copied(std::vector<float>(count + 1, 77), 0, "dots");
   flux::moe::finish_rows(rows, finished.data, device_scores, dotted ? other.data : nullptr,
                          dotted ? dots : nullptr, nullptr);
 
@@ -252,8 +211,8 @@ void expert_rows(uint64_t seed) {
   Values product = filled("product", gated ? 2 * n : n, 3);
   for (int i = 0; i < end * n; i += 3) {
     const int at = i / n * product.columns + i % n, value = random.one_of({-128, 128});
-    product.values[static_cast<size_t>(at)] = value;
-    product.data[at] = cases::rounded(static_cast<float>(value), dtype);
+    product.values[at] = value;
+    product.data[at] = rounded(value, dtype);
   }
   const Values grad = filled("grad", n, 4);
   Values active = made("active", n), of_product = made("gradient of product", product.columns);
@@ -264,9 +223,8 @@ void expert_rows(uint64_t seed) {
   Values both = made("gradients and rows", n), of_both = made("gradient of both", product.columns);
   std::copy(grad.data, grad.data + end * n, both.data);
   sim::mark_written(both.data, end * n * int64_t{2});
-  float* const both_dots =
-      copied_floats(std::vector<float>(static_cast<size_t>(count) + 1, 77), "dots of both");
-  flux::moe::finish_activation(rows, number, both.data, product.matrix(), copied_floats(scores, "scores"),
+  float* const both_dots = copied(std::vector<float>(count + 1, 77), 0, "dots of both");
+  flux::moe::finish_activation(rows, number, both.data, product.matrix(), copied(scores, 0, "scores"),
                                of_both.data, both_dots, nullptr);
   cudaDeviceSynchronize();
 
@@ -276,8 +234,7 @@ void expert_rows(uint64_t seed) {
     float sum = 0;
     std::vector<double> of_ups;
     for (int i = 0; i < n; ++i) {
-      of_gather.push_back(score(row) *
-                          static_cast<float>(x.at(tokens[static_cast<size_t>(row)] - before, i)));
+      of_gather.push_back(score(row) * static_cast<float>(x.at(tokens[row] - before, i)));
       of_finish.push_back(score(row) * static_cast<float>(finished.at(row, i)));
       sum += static_cast<float>(finished.at(row, i) * other.at(row, i));
       const double z = product.at(row, i), up = gated ? product.at(row, n + i) : 1, g = grad.at(row, i);
@@ -292,16 +249,13 @@ void expert_rows(uint64_t seed) {
     sums.push_back(sum);
   }
   expect_rows(gathered, of_gather, dtype, "gathered");
-  of_finish.resize(static_cast<size_t>(count) * static_cast<size_t>(n));
+  of_finish.resize(count * n);
   expect_rows(finished, of_finish, dtype, "finished");
-  sums.resize(static_cast<size_t>(count));
+  sums.resize(count);
   sums.push_back(77);
   for (size_t row = 0; row < sums.size(); ++row) {
     const float right = dotted ? sums[row] : 77;
-    if (dots[row] != right)
-      sim::report("dots[" + std::to_string(row) + "] is " + std::to_string(dots[row]) + ", and not " +
-                      std::to_string(right),
-                  nullptr);
+    if (dots[row] != right) wrong("dots[", row, "] is ", dots[row], ", and not ", right);
   }
   expect_near(active, of_active, dtype, "active");
   expect_near(of_product, slopes, dtype, "gradient of product");
@@ -309,18 +263,15 @@ void expert_rows(uint64_t seed) {
   for (int row = 0; row < end; ++row) {
     double sum = 0, most = 0;
     for (int i = 0; i < n; ++i) {
-      const double term = grad.at(row, i) * of_active[static_cast<size_t>(row * n + i)];
+      const double term = grad.at(row, i) * of_active[row * n + i];
       sum += term, most += std::abs(term);
     }
     // Rows are rounded before.
     if (std::abs(both_dots[row] - sum) > most * 0x1p-8)
-      sim::report("dot product of row " + std::to_string(row) + " is " + std::to_string(both_dots[row]) +
-                      ", and not " + std::to_string(sum),
-                  nullptr);
-    for (int i = 0; i < product.columns; ++i)
-      slopes[static_cast<size_t>(row * product.columns + i)] *= scores[static_cast<size_t>(row)];
+      wrong("dot product of row ", row, " is ", both_dots[row], ", and not ", sum);
+    for (int i = 0; i < product.columns; ++i) slopes[row * product.columns + i] *= scores[row];
   }
-  if (both_dots[count] != 77) sim::report("a dot product of no row was written", nullptr);
+  if (both_dots[count] != 77) wrong("a dot product of no row was written");
   expect_near(of_both, slopes, dtype, "gradient of both");
 }
 
@@ -329,176 +280,105 @@ struct Layers {
   Routing routing;
   Values x, hidden, sorted, products, out;
 
-  Layers(Random& random, const Choices& choices, int rank, int k0, int columns0, int k1, int n1, DType dtype)
+  Layers(Random& random, const Choices& choices, int rank, const LayerSizes& sizes, DType dtype)
       : routing(choices.of(rank), rank),
-        x(rank, "x", choices.tokens[static_cast<size_t>(rank)], k0),
-        hidden(rank, "hidden", choices.of(rank).max_rows(), columns0),
-        sorted(rank, "sorted x", choices.of(rank).max_rows(), k1),
-        products(rank, "products", choices.of(rank).max_rows(), n1),
-        out(rank, "out", choices.tokens[static_cast<size_t>(rank)], n1) {
+        x(rank, "x", choices.tokens[rank], sizes.k0),
+        hidden(rank, "hidden", choices.of(rank).max_rows(), sizes.columns0()),
+        sorted(rank, "sorted x", choices.of(rank).max_rows(), sizes.k1),
+        products(rank, "products", choices.of(rank).max_rows(), sizes.n1),
+        out(rank, "out", choices.tokens[rank], sizes.n1) {
     x.fill(random, dtype, 1);
     sorted.fill(random, dtype, 1);
   }
 };
-
-struct Sizes {
-  int k0, n0, k1, n1;
-  bool transposed0, transposed1;
-  Activation activation;
-};
-
-// Each sorted row times the weight of its expert.
-template <class Row>
-std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingArrays& routing,
-                                const Weights& weight, const Row& row_at) {
-  std::vector<int> sums;
-  for (int expert = 0; expert < choices.of(rank).local_experts(); ++expert) {
-    for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
-      weight.multiply_row(row_at(row), expert, sums);
-    }
-  }
-  return sums;
-}
 
 // Both layers behind each other, or calls of only one of them, with the routing by the kernel or already known.
 void layers(uint64_t seed) {
   Random random(seed);
   const bool only_0 = random.below(4) == 0, only_1 = !only_0 && random.below(3) == 0;
   const int kCalls = only_0 || only_1 ? 3 : 2;
-  const auto [layout, dtype, many] = cases::draw_layers(random);
+  const auto [layout, dtype, many] = draw_layers(random);
   const int world_size = layout.world_size, ep_size = layout.ep_size;
-  const int config0 = flux::moe::kGroupedConfigs[random.below(4)];
-  const int config1 = flux::moe::kGroupedConfigs[random.below(4)];
-  Sizes sizes = {};
+  LayerSizes sizes = {};
+  sizes.config0 = flux::moe::kGroupedConfigs[random.below(4)];
+  sizes.config1 = flux::moe::kGroupedConfigs[random.below(4)];
   sizes.activation = static_cast<Activation>(random.below(4));
   sizes.k0 = 8 * random.between(1, many ? 8 : 20);
-  sizes.n0 = draw_columns(random, config0, sizes.activation, 2);
+  sizes.n0 = draw_columns(random, sizes.config0, sizes.activation, 2);
   sizes.k1 = 8 * random.between(1, 8);
-  sizes.n1 = draw_columns(random, config1, Activation::kNone, many ? 2 : 3);
-  sizes.transposed0 = sizes.activation != Activation::kSwiglu && random.below(3) == 0;
-  sizes.transposed1 = random.below(3) == 0;
-  const int num_sms = many ? 2 : random.one_of({2, 3, 4});
-  const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
+  sizes.n1 = draw_columns(random, sizes.config1, Activation::kNone, many ? 2 : 3);
+  const bool transposed0 = sizes.activation != Activation::kSwiglu && random.below(3) == 0;
+  const bool transposed1 = random.below(3) == 0;
+  sizes.num_sms = many ? 2 : random.one_of({2, 3, 4});
+  sizes.comm_ctas = random.between(0, sizes.num_sms);
+  sizes.tiles_per_chunk = random.between(1, 2);
   const bool routes = random.below(3) == 0;
   // All tokens choose one expert, so that in one layer a rank needs nothing from a peer that is late.
   const bool lopsided = (only_0 || only_1) && ep_size == world_size && random.below(2) == 0;
   const int expert = lopsided ? random.below(layout.num_experts) : -1;
   const int owner = std::max(0, expert) / layout.local_experts();
   const int late = !lopsided ? -1 : only_0 ? owner : (owner + 1) % world_size;
-  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.between(1, num_sms)), random,
+  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.between(1, sizes.num_sms)), random,
         /*cluster=*/0, late);
 
   std::vector<Choices> calls;
   for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout, expert);
-  cases::describe(words(calls[0]) +
-                  (only_0   ? ", layer 0, "
-                   : only_1 ? ", layer 1, "
-                            : ", ") +
-                  (routes ? "routed, " : "") + std::to_string(sizes.n0) + " x " + std::to_string(sizes.k0) +
-                  (sizes.transposed0 ? " [K, N]" : "") + " activation " +
-                  std::to_string(static_cast<int>(sizes.activation)) + ", " + std::to_string(sizes.n1) +
-                  " x " + std::to_string(sizes.k1) + (sizes.transposed1 ? " [K, N]" : "") + ", tiles " +
-                  std::to_string(config0) + " and " + std::to_string(config1) + ", " +
-                  std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
-                  " communicate, chunks of " + std::to_string(tiles_per_chunk));
+  describe(words(calls[0]),
+           only_0   ? ", layer 0, "
+           : only_1 ? ", layer 1, "
+                    : ", ",
+           routes ? "routed, " : "", transposed0 ? "[K, N] of layer 0, " : "",
+           transposed1 ? "[K, N] of layer 1, " : "", sizes.words());
 
   const int64_t peers = world_size - 1;
-  const int signals = cases::layer_signals(layout, sizes.n1, config1, tiles_per_chunk);
+  const int signals = layer_signals(layout, sizes.n1, sizes.config1, sizes.tiles_per_chunk);
   const Ranks region(world_size,
                      {peers * signals * 4, peers * layout.max_tokens * std::max(sizes.k0, sizes.n1) * 2,
                       routes ? route_exchange_bytes(layout) : 0},
-                     cases::epochs_before(seed));
-  const int experts = layout.local_experts(),
-            columns0 = sizes.activation == Activation::kSwiglu ? sizes.n0 / 2 : sizes.n0;
+                     epochs_before(seed));
+  const int experts = layout.local_experts();
   std::vector<Weights> weights0, weights1;
   for (int rank = 0; rank < world_size; ++rank) {
-    weights0.emplace_back(random, rank, experts, sizes.n0, sizes.k0, sizes.transposed0, dtype);
-    weights1.emplace_back(random, rank, experts, sizes.n1, sizes.k1, sizes.transposed1, dtype);
+    weights0.emplace_back(random, rank, experts, sizes.n0, sizes.k0, transposed0, dtype);
+    weights1.emplace_back(random, rank, experts, sizes.n1, sizes.k1, transposed1, dtype);
   }
-  std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
+  std::vector<std::vector<Layers>> all(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    const Choices& choices = calls[static_cast<size_t>(call)];
+    const Choices& choices = calls[call];
     for (int rank = 0; rank < world_size; ++rank) {
       cudaSetDevice(rank);
-      const auto& symm = region.symm[static_cast<size_t>(rank)];
-      const Layout mine = choices.of(rank);
-      const Layers& own = all[static_cast<size_t>(call)].emplace_back(random, choices, rank, sizes.k0,
-                                                                      columns0, sizes.k1, sizes.n1, dtype);
+      const auto& symm = region.symm[rank];
+      const Layers& own = all[call].emplace_back(random, choices, rank, sizes, dtype);
       if (routes) {
         const OwnTokens tokens(choices, rank, false);
-        auto* const scratch =
-            static_cast<int32_t*>(sim::allocate(route_scratch_words(layout) * 4, rank, "scratch"));
-        flux::moe::route(mine, flux::gemm::kBlockM, tokens.own, &symm, own.routing.out, own.routing.weights,
-                         scratch, nullptr);
+        auto* const scratch = allocate<int32_t>(route_scratch_words(layout), rank, "scratch");
+        flux::moe::route(choices.of(rank), flux::gemm::kBlockM, tokens.own, &symm, own.routing.out,
+                         own.routing.weights, scratch, nullptr);
       } else {
         own.routing.fill_on_host(choices, rank);
       }
-      flux::moe::GroupedGemmArgs args = {};
-      args.x = own.x.matrix();
-      weights0[static_cast<size_t>(rank)].give(args);
-      args.num_rows = mine.max_rows();
-      args.activation = static_cast<int>(sizes.activation);
-      args.out = own.hidden.data;
-      args.dtype = dtype;
-      args.config = config0;
-      args.num_sms = num_sms;
-      if (!only_1) flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
-      args.x = own.sorted.matrix();
-      weights1[static_cast<size_t>(rank)].give(args);
-      args.activation = 0;
-      args.out = own.products.data;
-      args.config = config1;
-      const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data,
-                                              choices.tokens[static_cast<size_t>(rank)], tiles_per_chunk,
-                                              comm_ctas};
-      if (!only_0) flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+      const auto give = [&](flux::moe::GroupedGemmArgs& args, int layer) {
+        args.x = (layer == 0 ? own.x : own.sorted).matrix();
+        (layer == 0 ? weights0 : weights1)[rank].give(args);
+      };
+      call_layers(choices, rank, own, sizes, dtype, symm, !only_1, !only_0, give);
     }
   }
   cudaDeviceSynchronize();
-  region.expect_no_timeout();
-  region.expect_rest(static_cast<uint32_t>(kCalls * (routes + !only_1 + !only_0)));
-  for (int call = 0; call < kCalls; ++call) {
-    const Choices& choices = calls[static_cast<size_t>(call)];
-    const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
-    std::vector<std::vector<int>> products(ranks.size());  // of layer 1
-    for (int rank = 0; rank < world_size; ++rank) {
-      const auto at = static_cast<size_t>(rank);
-      const Layers& own = ranks[at];
-      const std::string name = name_of(call, rank);
-      const Layout mine = choices.of(rank);
-      const RoutingArrays& routing = own.routing.out;
-      if (!only_1) {
-        const auto token_of = [&](int row) {
-          const cases::Place place = cases::place_of(mine, routing, row);
-          return row_of(ranks[static_cast<size_t>(place.source)].x, place.token);
-        };
-        const auto hidden = sorted_product(choices, rank, routing, weights0[at], token_of);
-        expect_rows(own.hidden, cases::activated(hidden, sizes.n0, sizes.activation), dtype,
-                    name + ": hidden");
-      }
-      if (!only_0) {
-        products[at] = sorted_product(choices, rank, routing, weights1[at],
-                                      [&](int row) { return row_of(own.sorted, row); });
-        expect_rows(own.products, cases::activated(products[at], sizes.n1, Activation::kNone), dtype,
-                    name + ": products");
-      }
-    }
-    if (only_0) continue;
-    for (int rank = 0; rank < world_size; ++rank) {
-      expect_rows(ranks[static_cast<size_t>(rank)].out,
-                  cases::sums_of_tokens(ranks, choices, rank, products, sizes.n1, dtype), dtype,
-                  name_of(call, rank) + ": out");
-    }
-  }
+  region.expect_done(static_cast<uint32_t>(kCalls * (routes + !only_1 + !only_0)));
+  expect_layers(calls, all, sizes, dtype, !only_1, !only_0,
+                [&](const Layers& of, int rank, int layer, int row, int expert, Sums& to) {
+                  const int* const x = row_of(layer == 0 ? of.x : of.sorted, row);
+                  (layer == 0 ? weights0 : weights1)[rank].multiply_row(x, expert, to);
+                });
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv,
-                          {{"moe_route", route},
-                           {"grouped_gemm", grouped_gemm},
-                           {"moe_combine", combine},
-                           {"expert_rows", expert_rows},
-                           {"moe_layers", layers}});
-}
+const std::vector<NamedCase> kCases = {{"moe_route", route},
+                                       {"grouped_gemm", grouped_gemm},
+                                       {"moe_combine", combine},
+                                       {"expert_rows", expert_rows},
+                                       {"moe_layers", layers}};
+
+}  // namespace cases

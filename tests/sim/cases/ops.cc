@@ -14,49 +14,42 @@
 namespace cases {
 namespace {
 
-using flux::gemm::Cluster;
 using flux::runtime::SymmBuffer;
 using Mode = flux::runtime::Exchange::Mode;
 using Matrices = std::vector<std::vector<Values>>;  // [call][rank]
 
 // Operands of every call and rank.
 Matrices add_inputs(const Setup& setup, Op& op, const char* name, int rows, int columns, int most = 1) {
-  Matrices all(static_cast<size_t>(setup.calls));
+  Matrices all(setup.calls);
   for (int call = 0; call < setup.calls; ++call) {
     for (int rank = 0; rank < setup.world_size; ++rank) {
-      const Values& values =
-          all[static_cast<size_t>(call)].emplace_back(setup.filled(rank, name, rows, columns, most));
+      const Values& values = all[call].emplace_back(setup.filled(rank, name, rows, columns, most));
       op.inputs.push_back({call, rank, values.data, static_cast<int64_t>(rows) * columns * 2});
     }
   }
   return all;
 }
 
-Values& at(Matrices& all, int call, int rank) {
-  return all[static_cast<size_t>(call)][static_cast<size_t>(rank)];
-}
+Values& at(Matrices& all, int call, int rank) { return all[call][rank]; }
 
 // Adds results of every call and rank; right(call, rank) tells what they must be.
 template <class Right>
 Matrices add_outputs(const Setup& setup, Op& op, const char* name, int rows, int columns,
                      const Right& right) {
-  Matrices all(static_cast<size_t>(setup.calls));
+  Matrices all(setup.calls);
   for (int call = 0; call < setup.calls; ++call) {
     for (int rank = 0; rank < setup.world_size; ++rank) {
-      all[static_cast<size_t>(call)].emplace_back(rank, name, rows, columns);
-      op.outputs.push_back({call, rank, at(all, call, rank), right(call, rank),
-                            "call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": " + name});
+      all[call].emplace_back(rank, name, rows, columns);
+      op.outputs.push_back({call, rank, at(all, call, rank), right(call, rank), name_of(call, rank, name)});
     }
   }
   return all;
 }
 
-std::vector<int> stacked(const std::vector<Values>& parts,
-                         const std::function<std::vector<int>(const Values&)>& of) {
-  std::vector<int> all;
+Sums stacked(const std::vector<Values>& parts, const std::function<Sums(const Values&)>& of) {
+  Sums all;
   for (const Values& part : parts) {
-    const std::vector<int> rows = of(part);
-    all.insert(all.end(), rows.begin(), rows.end());
+    append(all, of(part));
   }
   return all;
 }
@@ -65,11 +58,11 @@ Op all_gather(const Setup& setup) {
   Random& random = setup.random;
   const int rows = random.one_of({1, 130, 200}), k = 8 * random.between(1, 20), m = rows * setup.world_size;
   const auto layout = flux::ag_gemm::make_layout(m, k, setup.world_size);
-  Op op = {"all_gather", {layout.num_signals() * 4, layout.slot_bytes(), 0}};
+  Op op = {"all_gather", sizes_of(layout)};
   op.can_copy = true;
   auto xs = add_inputs(setup, op, "x", rows, k);
   auto outs = add_outputs(setup, op, "gathered", m, k, [&](int call, int) {
-    return stacked(xs[static_cast<size_t>(call)], [](const Values& x) { return x.values; });
+    return stacked(xs[call], [](const Values& x) { return x.values; });
   });
   op.enqueue = [=](int rank, int call, const SymmBuffer& symm, uint32_t copy_epoch) mutable {
     const flux::ag_gemm::Transport transport = {copy_epoch, copy_epoch > 0 ? 128 : 0};
@@ -91,18 +84,18 @@ struct Products {
       weights.push_back(setup.filled(rank, "weight", transposed ? k : n, transposed ? n : k));
     }
   }
-  std::vector<int> sum(int call) const {
-    std::vector<int> all;
+  Sums sum(int call) const {
+    Sums all;
     for (size_t rank = 0; rank < weights.size(); ++rank) {
-      const auto part = multiply(xs[static_cast<size_t>(call)][rank], weights[rank], transposed);
+      const Sums part = multiply(xs[call][rank], weights[rank], transposed);
       all.resize(part.size());
-      for (size_t i = 0; i < part.size(); ++i) all[i] += part[i];
+      add(all, part);
     }
     return all;
   }
   flux::gemm::GemmArgs args(int call, int rank, const Values& out, DType dtype, int config) {
     return {at(xs, call, rank).matrix(),
-            weights[static_cast<size_t>(rank)].matrix(),
+            weights[rank].matrix(),
             transposed,
             out.matrix(),
             nullptr,
@@ -117,17 +110,17 @@ Op ag_gemm(const Setup& setup) {
   const int rows = random.one_of({8, 130}), k = 8 * random.between(1, 12), n = 64,
             m = rows * setup.world_size;
   const auto layout = flux::ag_gemm::make_layout(m, k, setup.world_size);
-  Op op = {"ag_gemm", {layout.num_signals() * 4, layout.slot_bytes(), 0}};
+  Op op = {"ag_gemm", sizes_of(layout)};
   Products products(setup, op, rows, n, k);
   auto outs = add_outputs(setup, op, "out", m, n, [&](int call, int rank) {
-    const Values& weight = products.weights[static_cast<size_t>(rank)];
-    return stacked(products.xs[static_cast<size_t>(call)],
+    const Values& weight = products.weights[rank];
+    return stacked(products.xs[call],
                    [&](const Values& x) { return multiply(x, weight, products.transposed); });
   });
   auto gathered = add_outputs(setup, op, "gathered", m, k, [&](int call, int) {
-    return stacked(products.xs[static_cast<size_t>(call)], [](const Values& x) { return x.values; });
+    return stacked(products.xs[call], [](const Values& x) { return x.values; });
   });
-  const int config = flux::gemm::pack_choice(random.one_of({5, 9}), static_cast<int>(Cluster::kNone), 1);
+  const int config = pack(random.one_of({5, 9}), Cluster::kNone, 1);
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm, uint32_t) mutable {
     flux::ag_gemm::ag_gemm(products.args(call, rank, at(outs, call, rank), dtype, config), symm, {0, 0},
                            false, nullptr);
@@ -143,20 +136,20 @@ Op gemm_rs(const Setup& setup) {
             m = rows * setup.world_size;
   const int id = random.one_of({5, 3});
   const auto layout = flux::gemm_rs::make_layout(m, n, setup.world_size, flux::gemm::kTileConfigs[id]);
-  Op op = {"gemm_rs", {layout.num_signals() * 4, layout.slot_bytes(), 0}};
+  Op op = {"gemm_rs", sizes_of(layout)};
   op.can_copy = true;
   Products products(setup, op, m, n, k);
   auto outs = add_outputs(setup, op, "out", rows, n, [&](int call, int rank) {
-    const std::vector<int> sum = products.sum(call);
-    const auto first = sum.begin() + static_cast<std::ptrdiff_t>(rank) * rows * n;
-    return std::vector<int>(first, first + static_cast<std::ptrdiff_t>(rows) * n);
+    const Sums sum = products.sum(call);
+    const auto first = sum.begin() + rank * rows * n;
+    return Sums(first, first + rows * n);
   });
-  const int config = flux::gemm::pack_choice(id, static_cast<int>(Cluster::kNone), 1);
+  const int config = pack(id, Cluster::kNone, 1);
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm,
                                         uint32_t copy_epoch) mutable {
     flux::gemm_rs::Transport transport = {};
     if (copy_epoch > 0) {
-      transport = {copy_epoch, 1, static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
+      transport = {copy_epoch, 1, allocate<char>(layout.slot_bytes(), rank, "staging")};
     }
     flux::gemm_rs::gemm_rs(products.args(call, rank, at(outs, call, rank), dtype, config), symm, transport,
                            /*rounds_own=*/false, nullptr);
@@ -171,12 +164,12 @@ Op all_reduce(const Setup& setup) {
   const int rows = random.between(1, 3), m = scatters ? rows * setup.world_size : rows,
             n = 8 * random.between(1, 60);
   Op op = {"all_reduce, mode " + std::to_string(static_cast<int>(mode)),
-           {0, 0, flux::runtime::make_exchange(m, n, setup.world_size, mode).bytes() + 4096}};
+           exchange_sizes(m, n, setup.world_size, mode)};
   auto xs = add_inputs(setup, op, "x", m, n, 8);
   auto outs = add_outputs(setup, op, "out", rows, n, [&](int call, int rank) {
-    std::vector<int> sum(static_cast<size_t>(rows) * static_cast<size_t>(n));
-    const size_t first = scatters ? static_cast<size_t>(rank) * sum.size() : 0;
-    for (const Values& x : xs[static_cast<size_t>(call)]) {
+    Sums sum(rows * n);
+    const size_t first = scatters ? rank * sum.size() : 0;
+    for (const Values& x : xs[call]) {
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += x.values[first + i];
     }
     return sum;
@@ -193,15 +186,13 @@ Op gemm_ar(const Setup& setup) {
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool swaps = random.below(2) == 0;
   const int m = random.between(1, 16), n = 64 * random.between(1, 2), k = 8 * random.between(1, 12);
-  const int whole = (m + setup.world_size - 1) / setup.world_size * setup.world_size;
   Op op = {
       std::string(swaps ? "swap-AB" : "tiles") + " gemm_ar, mode " + std::to_string(static_cast<int>(mode)),
-      {0, 0, flux::runtime::make_exchange(whole, n, setup.world_size, mode).bytes() + 4096}};
+      exchange_sizes(m, n, setup.world_size, mode)};
   Products products(setup, op, m, n, k);
   auto outs = add_outputs(setup, op, "out", m, n, [&](int call, int) { return products.sum(call); });
   const int config =
-      swaps ? flux::gemm::pack_choice(flux::gemm::kFirstSwapAb, 1, 1)
-            : flux::gemm::pack_choice(random.one_of({5, 3}), static_cast<int>(Cluster::kNone), 0);
+      swaps ? pack(flux::gemm::kFirstSwapAb, 1, 1) : pack(random.one_of({5, 3}), Cluster::kNone, 0);
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm, uint32_t) mutable {
     flux::gemm_ar::gemm_ar(products.args(call, rank, at(outs, call, rank), dtype, config), {}, symm, mode,
                            nullptr);
@@ -234,43 +225,42 @@ Op layers(const Setup& setup) {
   // Row `row` of x times the weight of the expert that a choice has on `owner`; nothing if it has none there.
   const auto product = [&](const Values& x, int row, int choice, int owner, int* to) {
     const flux::moe::Layout mine = choices->of(owner);
-    const int expert = mine.local_expert(choices->ids[static_cast<size_t>(choice)], mine.slice_of(owner));
+    const int expert = mine.local_expert(choices->ids[choice], mine.slice_of(owner));
     for (int column = 0; expert >= 0 && column < n; ++column) {
       for (int i = 0; i < k; ++i) {
-        to[column] += x.at(row, i) * weights[static_cast<size_t>(owner)].at(expert * n + column, i);
+        to[column] += x.at(row, i) * weights[owner].at(expert * n + column, i);
       }
     }
   };
   auto hidden = add_outputs(setup, op, "hidden", rows, n, [&](int call, int rank) {
-    const Routing& routing = (*routings)[static_cast<size_t>(rank)];
-    std::vector<int> right(static_cast<size_t>(routing.out.offsets[experts]) * n);
+    const Routing& routing = (*routings)[rank];
+    Sums right((routing.out.offsets[experts]) * n);
     for (int choice = 0; choice < layout.tokens(); ++choice) {
       const int position = routing.out.positions[choice];
       if (position < 0) continue;
       product(at(xs, call, choice / layout.max_tokens), choice % layout.max_tokens, choice, rank,
-              &right[static_cast<size_t>(position * n)]);
+              &right[position * n]);
     }
     return right;
   });
   auto outs = add_outputs(setup, op, "out", layout.max_tokens, n, [&](int call, int rank) {
-    const int tokens = choices->tokens[static_cast<size_t>(rank)];
-    std::vector<int> right(static_cast<size_t>(tokens) * n);
+    const int tokens = choices->tokens[rank];
+    Sums right(tokens * n);
     for (int token = 0; token < tokens; ++token) {
       const int choice = rank * layout.max_tokens + token;
       for (int owner = 0; owner < world; ++owner) {
-        const int position = (*routings)[static_cast<size_t>(owner)].out.positions[choice];
-        if (position >= 0)
-          product(at(sorted, call, owner), position, choice, owner, &right[static_cast<size_t>(token * n)]);
+        const int position = (*routings)[owner].out.positions[choice];
+        if (position >= 0) product(at(sorted, call, owner), position, choice, owner, &right[token * n]);
       }
     }
     return right;
   });
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm, uint32_t) mutable {
-    const Routing& routing = (*routings)[static_cast<size_t>(rank)];
+    const Routing& routing = (*routings)[rank];
     const flux::moe::Layout mine = choices->of(rank);
     flux::moe::GroupedGemmArgs args = {};
     args.x = at(xs, call, rank).matrix();
-    args.weight = shards_of(weights[static_cast<size_t>(rank)].matrix(), experts);
+    args.weight = shards_of(weights[rank].matrix(), experts);
     args.num_rows = rows;
     args.out = at(hidden, call, rank).data;
     args.dtype = dtype;
@@ -279,8 +269,8 @@ Op layers(const Setup& setup) {
     flux::moe::ag_scatter_gemm(args, mine, routing.out, symm, nullptr);
     args.x = at(sorted, call, rank).matrix();
     args.out = sim::allocate(static_cast<int64_t>(rows) * n * 2, rank, "products");
-    const flux::moe::CombineArgs combine = {routing.weights, at(outs, call, rank).data,
-                                            choices->tokens[static_cast<size_t>(rank)], 1, 1};
+    const flux::moe::CombineArgs combine = {routing.weights, at(outs, call, rank).data, choices->tokens[rank],
+                                            1, 1};
     flux::moe::gemm_gather_rs(args, combine, mine, routing.out, symm, nullptr);
   };
   return op;
@@ -293,10 +283,9 @@ Op route(const Setup& setup) {
   Op op = {"route", {0, 0, route_exchange_bytes(layout)}};
   op.enqueue = [=](int rank, int, const SymmBuffer& symm, uint32_t) {
     const Routing routing(choices->of(rank), rank);
-    auto* const scratch =
-        static_cast<int32_t*>(sim::allocate(route_scratch_words(layout) * 4, rank, "scratch"));
-    flux::moe::route(choices->of(rank), flux::gemm::kBlockM, cases::OwnTokens(*choices, rank, false).own,
-                     &symm, routing.out, routing.weights, scratch, nullptr);
+    auto* const scratch = allocate<int32_t>(route_scratch_words(layout), rank, "scratch");
+    flux::moe::route(choices->of(rank), flux::gemm::kBlockM, OwnTokens(*choices, rank, false).own, &symm,
+                     routing.out, routing.weights, scratch, nullptr);
   };
   return op;
 }
@@ -307,21 +296,17 @@ const std::vector<MakeOp> kOps = {all_gather, ag_gemm, gemm_rs, all_reduce, gemm
 const MakeOp kRoute = route;
 
 void expect_right(const Output& output, DType dtype, const Values& found, bool may_fail) {
-  for (size_t i = 0; i < static_cast<size_t>(found.rows) * static_cast<size_t>(found.columns); ++i) {
+  for (size_t i = 0; i < found.rows * found.columns; ++i) {
     const uint16_t bits = found.data[i];
     const float value = widened(bits, dtype);
-    if (i >= output.right.size()
-            ? bits == Values::kUntouched
-            : value == widened(rounded(static_cast<float>(output.right[i]), dtype), dtype)) {
+    if (i >= output.right.size() ? bits == Values::kUntouched : value == rounded_to(output.right[i], dtype)) {
       continue;
     }
     if (i < output.right.size() && may_fail && value != value && bits != Values::kUntouched) continue;
-    sim::report(output.name + "[" + std::to_string(i / static_cast<size_t>(found.columns)) + "][" +
-                    std::to_string(i % static_cast<size_t>(found.columns)) + "] is " +
-                    (bits == Values::kUntouched ? "left alone" : std::to_string(value)) + ", and not " +
-                    (i < output.right.size() ? std::to_string(output.right[i]) : "left alone") +
-                    (may_fail ? " or NaN" : "; no timeout was recorded"),
-                nullptr);
+    wrong(output.name, "[", i / found.columns, "][", i % found.columns, "] is ",
+          bits == Values::kUntouched ? "left alone" : std::to_string(value), ", and not ",
+          i < output.right.size() ? std::to_string(output.right[i]) : "left alone",
+          may_fail ? " or NaN" : "; no timeout was recorded");
   }
 }
 

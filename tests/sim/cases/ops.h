@@ -34,7 +34,7 @@ struct Input {
 struct Output {
   int call, rank;
   Values values;
-  std::vector<int> right;
+  Sums right;
   std::string name;
 };
 

@@ -14,17 +14,9 @@
 #include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::kEps;
-using cases::QuantizedValues;
-using cases::Random;
-using cases::Ranks;
-using cases::start;
-using cases::Values;
-using cases::words;
-using flux::gemm::Cluster;
 using Mode = flux::runtime::Exchange::Mode;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
@@ -45,22 +37,12 @@ struct Product {
   }
 };
 
-// What rank `source` contributes to the sum of rank `owner`: its product, rounded if it is sent.
-std::vector<int> contribution(const Product& source, int call, bool transposed, DType dtype, bool rounded) {
-  std::vector<int> part = multiply(source.xs[static_cast<size_t>(call)], source.weight, transposed);
-  for (int& value : part) {
-    if (rounded)
-      value = static_cast<int>(cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype));
-  }
-  return part;
-}
-
-std::vector<int> summed(const std::vector<Product>& ranks, int call, bool transposed) {
-  std::vector<int> sum;
+Sums summed(const std::vector<Product>& ranks, int call, bool transposed) {
+  Sums sum;
   for (const Product& each : ranks) {
-    const std::vector<int> part = multiply(each.xs[static_cast<size_t>(call)], each.weight, transposed);
+    const Sums part = multiply(each.xs[call], each.weight, transposed);
     sum.resize(part.size());
-    for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
+    add(sum, part);
   }
   return sum;
 }
@@ -70,8 +52,8 @@ void gemm_rs(uint64_t seed, bool freezes) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const auto dtype = static_cast<DType>(random.below(2));
-  const int config = cases::draw_16bit_tile(random, flux::gemm::supports_sending);
+  const auto dtype = draw_dtype(random);
+  const int config = draw_16bit_tile(random, flux::gemm::supports_sending);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
@@ -85,68 +67,49 @@ void gemm_rs(uint64_t seed, bool freezes) {
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size, /*late_rank=*/-1,
         freezes);
   const bool rounds_own = random.below(2) == 0;
-  cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") +
-                  (rounds_own ? "own rounded, " : "") + words(world_size, m, n, k, dtype));
+  describe(flux::gemm::config_name(config, cluster), copied ? ", copied, " : ", ",
+           rounds_own ? "own rounded, " : "", words(world_size, m, n, k, dtype));
 
   const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
-  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0},
-                    copied ? 0 : cases::epochs_before(seed));
+  const Ranks ranks(world_size, sizes_of(layout), copied ? 0 : epochs_before(seed));
   std::vector<Product> products;
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     products.emplace_back(random, rank, m, n, k, transposed, dtype, /*largest=*/60);
-    for (int call = 0; call < kCalls; ++call)
-      outs[static_cast<size_t>(rank)].emplace_back(rank, "out", rows, n);
+    for (int call = 0; call < kCalls; ++call) outs[rank].emplace_back(rank, "out", rows, n);
   }
   const int chunks = std::min(layout.tiles_per_slot(), random.between(1, 3));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    Product& product = products[static_cast<size_t>(rank)];
+    Product& product = products[rank];
     for (int call = 0; call < kCalls; ++call) {
       flux::gemm_rs::Transport transport = {};
       if (copied) {
         transport = {static_cast<uint32_t>(call + 1), chunks,
-                     static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
+                     allocate<char>(layout.slot_bytes(), rank, "staging")};
       }
-      const flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
+      const flux::gemm::GemmArgs args = {product.xs[call].matrix(),
                                          product.weight.matrix(),
                                          transposed,
-                                         outs[static_cast<size_t>(rank)][static_cast<size_t>(call)].matrix(),
+                                         outs[rank][call].matrix(),
                                          product.bias.data,
                                          dtype,
-                                         flux::gemm::pack_choice(config, static_cast<int>(cluster), 1),
+                                         pack(config, cluster, 1),
                                          num_sms};
-      flux::gemm_rs::gemm_rs(args, ranks.symm[static_cast<size_t>(rank)], transport, rounds_own, nullptr);
+      flux::gemm_rs::gemm_rs(args, ranks.symm[rank], transport, rounds_own, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  if (!freezes) {
-    ranks.expect_no_timeout();
-    ranks.expect_rest(kCalls);
-  }
+  if (!freezes) ranks.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    std::vector<std::vector<int>> exact, sent;
-    for (const Product& each : products) {
-      exact.push_back(contribution(each, call, transposed, dtype, /*rounded=*/false));
-      sent.push_back(contribution(each, call, transposed, dtype, /*rounded=*/true));
-    }
+    std::vector<Sums> parts;
+    for (const Product& each : products) parts.push_back(multiply(each.xs[call], each.weight, transposed));
     for (int rank = 0; rank < world_size; ++rank) {
-      const Values& bias = products[static_cast<size_t>(rank)].bias;
-      std::vector<int> expected(static_cast<size_t>(rows) * static_cast<size_t>(n));
-      const size_t first = static_cast<size_t>(rank) * expected.size();
-      for (size_t i = 0; i < expected.size(); ++i) {
-        expected[i] = bias.values[i % static_cast<size_t>(n)];
-        for (size_t source = 0; source < products.size(); ++source) {
-          const bool own = static_cast<int>(source) == rank && !rounds_own;
-          expected[i] += (own ? exact : sent)[source][first + i];
-        }
-      }
-      const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
-      const bool failed = ranks.symm[static_cast<size_t>(rank)].error->code != 0;
+      const bool failed = ranks.symm[rank].error->code != 0;
       // What storers send is exact or absent. What copy engines send may be overwritten, but then the rank knows.
       if (failed && copied) continue;
-      expect(out, expected, dtype,
-             ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str(), failed);
+      expect(outs[rank][call], scattered(parts, rank, rounds_own, dtype, products[rank].bias), dtype,
+             name_of(call, rank, "out"), failed);
     }
   }
 }
@@ -164,20 +127,20 @@ void overlap(uint64_t seed) {
   const int num_sms = random.between(1, 4);
   start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1);
   sim::machine.config.reports_races = false;
-  cases::describe(words(world_size, m, n, 0, dtype));
-  const Ranks ranks(world_size, {0, 0, flux::runtime::make_exchange(m, n, world_size, mode).bytes() + 4096});
+  describe(words(world_size, m, n, 0, dtype));
+  const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
   std::vector<Values> xs, outs;
-  std::vector<int> sum(static_cast<size_t>(m) * static_cast<size_t>(n));
+  Sums sum(m * n);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     xs.emplace_back(rank, "x", m, n).fill(random, dtype, 8);
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] += xs.back().values[i];
+    add(sum, xs.back().values);
     for (int launch = 0; launch < 2; ++launch) {
       cudaStream_t stream = nullptr;
       if (launch > 0) cudaStreamCreateWithFlags(&stream, 0);
       outs.emplace_back(rank, "out", m, n);
       flux::gemm_ar::all_reduce(xs.back().matrix(), outs.back().matrix(), dtype, /*extras=*/{},
-                                ranks.symm[static_cast<size_t>(rank)], num_sms, mode, stream);
+                                ranks.symm[rank], num_sms, mode, stream);
     }
   }
   cudaDeviceSynchronize();
@@ -191,7 +154,7 @@ void overlap(uint64_t seed) {
 void all_reduce(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 3, 4, 8});
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
   const bool scatters = mode == Mode::kScatter;
   const int rows = random.between(1, 5), m = scatters ? rows * world_size : rows;
@@ -205,16 +168,12 @@ void all_reduce(uint64_t seed) {
   const bool quantises = norms && ends.below(2) == 0;
   start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
-  cases::describe(names[static_cast<int>(mode)] + std::string(norms ? "norm, " : "") +
-                  (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
-                  (chained ? "chained, " : "") + (in_place ? "in place, " : "") +
-                  words(world_size, m, n, 0, dtype));
+  describe(names[static_cast<int>(mode)], norms ? "norm, " : "", quantises ? "quantised, " : "",
+           adds ? "residual, " : "", chained ? "chained, " : "", in_place ? "in place, " : "",
+           words(world_size, m, n, 0, dtype));
 
-  const int whole = (m + world_size - 1) / world_size * world_size;
-  const Ranks ranks(world_size,
-                    {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
-  std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size)),
-      normed(static_cast<size_t>(world_size));
+  const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
+  std::vector<std::vector<Values>> xs(world_size), outs(world_size), normed(world_size);
   std::vector<QuantizedValues> quantised;
   Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n);  // the same for all ranks
   residual.fill(random, dtype, 8);
@@ -222,43 +181,35 @@ void all_reduce(uint64_t seed) {
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
-      std::vector<Values>&x_of = xs[static_cast<size_t>(rank)], &out_of = outs[static_cast<size_t>(rank)];
+      std::vector<Values>&x_of = xs[rank], &out_of = outs[rank];
       Values& x = x_of.emplace_back(rank, "x", m, n);
       x.fill(random, dtype, 8);
       if (chained && call > 0) x.data = out_of.back().data;
       Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", scatters ? rows : m, n));
-      Values& norm = normed[static_cast<size_t>(rank)].emplace_back(rank, "norm", m, n);
+      Values& norm = normed[rank].emplace_back(rank, "norm", m, n);
       flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
                                       norms ? out.data : nullptr};
       if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
       flux::gemm_ar::all_reduce(x.matrix(), norms ? norm.matrix() : out.matrix(), dtype, extras,
-                                ranks.symm[static_cast<size_t>(rank)], num_sms, mode, nullptr);
+                                ranks.symm[rank], num_sms, mode, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(kCalls);
-  std::vector<int> before;
+  ranks.expect_done(kCalls);
+  Sums before;
   for (int call = 0; call < kCalls; ++call) {
-    std::vector<int> sum(static_cast<size_t>(m) * static_cast<size_t>(n));
-    for (const auto& each : xs) {
-      const std::vector<int>& x = chained && call > 0 ? before : each[static_cast<size_t>(call)].values;
-      for (size_t i = 0; i < sum.size(); ++i) sum[i] += x[i];
-    }
-    for (size_t i = 0; adds && i < sum.size(); ++i) sum[i] += residual.values[i];
-    before = sum;
-    for (int& value : before) {
-      value = static_cast<int>(cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype));
-    }
+    Sums sum(m * n);
+    for (const auto& each : xs) add(sum, chained && call > 0 ? before : each[call].values);
+    if (adds) add(sum, residual.values);
+    before = rounded(sum, dtype);
     for (int rank = 0; rank < world_size; ++rank) {
-      const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
-      const auto first = sum.begin() + (scatters ? static_cast<std::ptrdiff_t>(rank) * rows * n : 0);
-      const std::vector<int> expected(first, first + static_cast<std::ptrdiff_t>(out.rows) * n);
-      expect(out, expected, dtype,
-             ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str());
-      const Values& norm = normed[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      const Values& out = outs[rank][call];
+      const auto first = sum.begin() + (scatters ? rank * rows * n : 0);
+      const Sums expected(first, first + out.rows * n);
+      expect(out, expected, dtype, name_of(call, rank, "out"));
+      const Values& norm = normed[rank][call];
       if (norms) expect_norm(norm, expected, weight, dtype);
-      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(norm, dtype);
+      if (quantises) quantised[rank * kCalls + call].expect_of(norm, dtype);
     }
   }
 }
@@ -267,7 +218,7 @@ void gemm_ar(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool transposed = random.below(2) == 0;
   // Rows so wide that a thread has several vectors of one, or that no CTA has room for one in shared memory.
@@ -292,7 +243,7 @@ void gemm_ar(uint64_t seed) {
     const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
     const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
     size = pairs ? 2 : split;
-    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
+    config = pack(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
     const int id = widest ? 3 : random.one_of({5, 9, 3});
@@ -301,24 +252,19 @@ void gemm_ar(uint64_t seed) {
       cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
     size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
     if (!wide && !many) m = random.one_of({m, 128, 128 + m});
-    config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
+    config = pack(id, cluster, 0);
   }
   const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
-                  (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
-                  (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
-                  std::to_string(config >> 8) + ", " + std::to_string(num_sms) + " SMs, " +
-                  words(world_size, m, n, k, dtype));
+  describe(swaps ? "swap-AB " : "tiles ", config & 0xFF, mode == Mode::kOneShot ? ", one-shot" : ", two-shot",
+           norms ? ", norm, " : ", ", quantises ? "quantised, " : "", adds ? "residual, " : "", config >> 8,
+           ", ", num_sms, " SMs, ", words(world_size, m, n, k, dtype));
 
-  const int whole = (m + world_size - 1) / world_size * world_size;
-  const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
-  const Ranks ranks(world_size, {0, 0, bytes + 4096});
+  const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
   std::vector<Product> products;
   for (int rank = 0; rank < world_size; ++rank)
     products.emplace_back(random, rank, m, n, k, transposed, dtype);
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size)),
-      sums(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(world_size), sums(world_size);
   std::vector<QuantizedValues> quantised;
   Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n), bias(0, "bias", 1, n);
   residual.fill(random, dtype, 8);
@@ -326,11 +272,11 @@ void gemm_ar(uint64_t seed) {
   bias.fill(random, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    Product& product = products[static_cast<size_t>(rank)];
+    Product& product = products[rank];
     for (int call = 0; call < kCalls; ++call) {
-      Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
-      Values& sum = sums[static_cast<size_t>(rank)].emplace_back(rank, "sum", m, n);
-      flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
+      Values& out = outs[rank].emplace_back(rank, "out", m, n);
+      Values& sum = sums[rank].emplace_back(rank, "sum", m, n);
+      flux::gemm::GemmArgs args = {product.xs[call].matrix(),
                                    product.weight.matrix(),
                                    transposed,
                                    out.matrix(),
@@ -342,24 +288,20 @@ void gemm_ar(uint64_t seed) {
       flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
                                       norms ? sum.data : nullptr};
       if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
-      flux::gemm_ar::gemm_ar(args, extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
+      flux::gemm_ar::gemm_ar(args, extras, ranks.symm[rank], mode, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(kCalls);
+  ranks.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
-    std::vector<int> expected = summed(products, call, transposed);
-    for (size_t i = 0; i < expected.size(); ++i) {
-      expected[i] += bias.values[i % static_cast<size_t>(n)] + (adds ? residual.values[i] : 0);
-    }
+    Sums expected = summed(products, call, transposed);
+    add(expected, bias.values);
+    if (adds) add(expected, residual.values);
     for (int rank = 0; rank < world_size; ++rank) {
-      const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
-      const std::string name = "call " + std::to_string(call) + ", rank " + std::to_string(rank);
-      expect(norms ? sums[static_cast<size_t>(rank)][static_cast<size_t>(call)] : out, expected, dtype,
-             name.c_str());
+      const Values& out = outs[rank][call];
+      expect(norms ? sums[rank][call] : out, expected, dtype, name_of(call, rank, "out"));
       if (norms) expect_norm(out, expected, weight, dtype);
-      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(out, dtype);
+      if (quantises) quantised[rank * kCalls + call].expect_of(out, dtype);
     }
   }
 }
@@ -367,7 +309,7 @@ void gemm_ar(uint64_t seed) {
 // A residual that is added to a sum, and the norm of both. The second call adds to the result of the first.
 void add_norm(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const bool tall = random.below(3) == 0;  // more rows than a GPU has CTAs
   const int m = tall ? random.between(17, 40) : random.between(1, 12);
   // Also more vectors than a CTA has threads; with the weight, or alone, more than its memory holds.
@@ -376,17 +318,17 @@ void add_norm(uint64_t seed) {
       random.one_of({random.between(520, 760), random.between(1535, 1600), random.between(3069, 3100)});
   const int n = 8 * (random.below(3) == 0 ? many : few);
   start(seed, 1, random.one_of({1, 2, 8}), random, /*cluster=*/1);
-  cases::describe(words(1, m, n, 0, dtype));
+  describe(words(1, m, n, 0, dtype));
   Values total(0, "total", m, n), weight(0, "norm weight", 1, n);
   total.fill(random, dtype);
   weight.fill(random, dtype);
-  std::vector<int> expected = total.values;
+  Sums expected = total.values;
   std::vector<Values> residuals, outs;
-  std::vector<std::vector<int>> sums;
+  std::vector<Sums> sums;
   for (int call = 0; call < 2; ++call) {
     Values& residual = residuals.emplace_back(0, "residual", m, n);
     residual.fill(random, dtype);
-    for (size_t i = 0; i < expected.size(); ++i) expected[i] += residual.values[i];
+    add(expected, residual.values);
     sums.push_back(expected);
     Values& out = outs.emplace_back(0, "norm", m, n);
     flux::gemm::add_norm({total.data, residual.data, weight.data, out.data, m, n, kEps}, dtype, nullptr);
@@ -404,20 +346,16 @@ void norm_bits(uint64_t seed) {
   const int world_size = 2, n = 64 * random.between(33, 40), k = 128;
   const int calls_rows[kCalls] = {random.between(1, 4), random.between(1, 4), random.between(1, 4)};
   const int most = *std::max_element(std::begin(calls_rows), std::end(calls_rows));
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const auto mode = random.below(2) == 0 ? Mode::kOneShot : Mode::kTwoShot;
   start(seed, world_size, /*resident=*/2, random);
-  cases::describe((mode == Mode::kOneShot ? "one-shot, " : "two-shot, ") +
-                  words(world_size, most, n, k, dtype));
-  // In two launches, ranks share whole rows.
-  const int whole = (most + world_size - 1) / world_size * world_size;
-  const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
-  const Ranks ranks(world_size, {0, 0, bytes});
-  std::vector<int> row(static_cast<size_t>(n));
+  describe(mode == Mode::kOneShot ? "one-shot, " : "two-shot, ", words(world_size, most, n, k, dtype));
+  const Ranks ranks(world_size, exchange_sizes(most, n, world_size, mode));
+  Sums row(n);
   std::vector<Values> xs, weights, outs, sums;
   Values ones(0, "norm weight", 1, n);
   ones.fill(random, dtype, 0);
-  for (int i = 0; i < n; ++i) ones.data[i] = cases::rounded(1, dtype);
+  for (int i = 0; i < n; ++i) ones.data[i] = rounded(1, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
     Values& x = xs.emplace_back(rank, "x", most, k);
     x.fill(random, dtype, 4);
@@ -427,29 +365,28 @@ void norm_bits(uint64_t seed) {
       outs.emplace_back(rank, "out", m, n);
       sums.emplace_back(rank, "sum", m, n);
     }
-    const std::vector<int> part = multiply(x, weights.back(), false);
-    for (size_t i = 0; i < row.size(); ++i) row[i] += part[i];
+    const Sums part = multiply(x, weights.back(), false);
+    add(row, Sums(part.begin(), part.begin() + n));
   }
   double squares = 0;
   for (const int value : row) {
-    const double rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
+    const double rounded = rounded_to(value, dtype);
     squares += rounded * rounded;
   }
   int tiles[kCalls];
   const bool two_launches = random.below(3) == 0;
   for (int& tile : tiles) {
     if (two_launches) {
-      tile = flux::gemm::pack_choice(3, static_cast<int>(Cluster::kPairN), 0);
+      tile = pack(3, Cluster::kPairN, 0);
       continue;
     }
-    tile = random.below(2) == 0 ? flux::gemm::pack_choice(flux::gemm::kFirstSwapAb, 2, 1)
-                                : flux::gemm::pack_choice(5, static_cast<int>(Cluster::kNone), 0);
+    tile = random.below(2) == 0 ? pack(flux::gemm::kFirstSwapAb, 2, 1) : pack(5, Cluster::kNone, 0);
   }
   const auto eps = static_cast<float>(-squares / n * (1 - 1e-6));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
-      const auto at = static_cast<size_t>(rank), result = at * kCalls + static_cast<size_t>(call);
+      const auto at = rank, result = at * kCalls + call;
       flux::runtime::Matrix x = xs[at].matrix();
       x.rows = calls_rows[call];
       const flux::gemm::GemmArgs args = {
@@ -459,29 +396,22 @@ void norm_bits(uint64_t seed) {
     }
   }
   cudaDeviceSynchronize();
-  ranks.expect_no_timeout();
-  ranks.expect_rest(kCalls);
+  ranks.expect_done(kCalls);
   for (const Values& out : outs) {
     for (int i = 0; i < out.rows * n; ++i) {
       const uint16_t first = outs[0].data[i % n];
       if (out.data[i] == first) continue;
-      sim::report("element " + std::to_string(i % n) + " of the norm is " +
-                      std::to_string(cases::widened(first, dtype)) + " in one row, " +
-                      std::to_string(cases::widened(out.data[i], dtype)) + " in another",
-                  nullptr);
+      wrong("element ", i % n, " of the norm is ", widened(first, dtype), " in one row, ",
+            widened(out.data[i], dtype), " in another");
     }
   }
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv,
-                          {{"gemm_rs", gemm_rs},
-                           {"gemm_rs_frozen", gemm_rs_frozen},
-                           {"all_reduce", all_reduce},
-                           {"overlap", overlap},
-                           {"gemm_ar", gemm_ar},
-                           {"add_norm", add_norm},
-                           {"norm_bits", norm_bits}});
-}
+const std::vector<NamedCase> kCases = {{"gemm_rs", gemm_rs},       {"gemm_rs_frozen", gemm_rs_frozen},
+                                       {"all_reduce", all_reduce}, {"overlap", overlap},
+                                       {"gemm_ar", gemm_ar},       {"add_norm", add_norm},
+                                       {"norm_bits", norm_bits}};
+
+}  // namespace cases

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "case.h"
+#include "runtime/exchange.h"
 #include "runtime/symm_buffer.h"
 
 namespace cases {
@@ -33,17 +34,13 @@ inline void start(uint64_t seed, int world_size, int resident, Random& random, i
 
 // The sizes of a case, for reports.
 inline std::string words(int world_size, int m, int n, int k, DType dtype) {
-  return std::to_string(world_size) + " ranks" +
-         (sim::machine.config.late_rank >= 0
-              ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
-              : "") +
-         ", " + std::to_string(sim::machine.config.resident) + " resident, " +
-         (sim::machine.config.occupied > 0
-              ? std::to_string(sim::machine.config.occupied) + " occupied until rank " +
-                    std::to_string(sim::machine.config.occupied_until) + " is done, "
-              : "") +
-         std::to_string(m) + " x " + std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
-         (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
+  const sim::MachineConfig& machine = sim::machine.config;
+  const bool late = machine.late_rank >= 0, occupied = machine.occupied > 0;
+  return text(
+      world_size, " ranks, ", late ? text("rank ", machine.late_rank, " late, ") : "", machine.resident,
+      " resident, ",
+      occupied ? text(machine.occupied, " occupied until rank ", machine.occupied_until, " is done, ") : "",
+      m, " x ", n, k > 0 ? text(" x ", k) : "", name_of(dtype));
 }
 
 struct Sizes {
@@ -53,12 +50,35 @@ struct Sizes {
 // For every other seed: so many calls before the first one that epochs begin anew.
 inline uint32_t epochs_before(uint64_t seed) { return seed % 2 == 0 ? ~1u : 0; }
 
+// Of gemm_rs or ag_gemm.
+template <class Layout>
+Sizes sizes_of(const Layout& layout) {
+  return {layout.num_signals() * 4, layout.slot_bytes(), 0};
+}
+inline Sizes exchange_sizes(int m, int n, int world_size, flux::runtime::Exchange::Mode mode) {
+  const int whole =
+      (m + world_size - 1) / world_size * world_size;  // in two launches, ranks share whole rows
+  return {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096};
+}
+
+// A rank's rows of the sum of parts: what is sent is rounded, and what stays only if `rounds_own`.
+inline Sums scattered(const std::vector<Sums>& parts, int rank, bool rounds_own, DType dtype,
+                      const Values& bias) {
+  Sums sum(parts[0].size() / parts.size());
+  add(sum, bias.values);
+  for (size_t source = 0; source < parts.size(); ++source) {
+    const auto first = parts[source].begin() + rank * sum.size();
+    const Sums part(first, first + sum.size());
+    add(sum, source == rank && !rounds_own ? part : rounded(part, dtype));
+  }
+  return sum;
+}
+
 struct Ranks {
   std::vector<flux::runtime::SymmBuffer> symm;
   uint32_t before;  // epochs of earlier calls
 
-  Ranks(int world_size, Sizes sizes, uint32_t before = 0)
-      : symm(static_cast<size_t>(world_size)), before(before) {
+  Ranks(int world_size, Sizes sizes, uint32_t before = 0) : symm(world_size), before(before) {
     const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
     sizes = {whole(sizes.signal_bytes + 4 * world_size), whole(sizes.slot_bytes),
              whole(sizes.exchange_bytes)};
@@ -67,7 +87,7 @@ struct Ranks {
     for (int rank = 0; rank < world_size; ++rank) {
       void* const memory = sim::allocate(bytes + 2 * sizes.exchange_bytes, rank, "symmetric buffer");
       // Slots hold NaNs until peers write to them, as exchange buffers do.
-      std::memset(memory, 0xFF, static_cast<size_t>(bytes + 2 * sizes.exchange_bytes));
+      std::memset(memory, 0xFF, bytes + 2 * sizes.exchange_bytes);
       std::memset(memory, 0, flux::runtime::kHeaderBytes);
       static_cast<flux::runtime::Header*>(memory)->epoch = before;
       std::fill_n(reinterpret_cast<uint32_t*>(static_cast<char*>(memory) + flux::runtime::kHeaderBytes),
@@ -77,11 +97,11 @@ struct Ranks {
       peers.push_back(reinterpret_cast<uint64_t>(memory));
     }
     for (int rank = 0; rank < world_size; ++rank) {
-      flux::runtime::SymmBuffer& mine = symm[static_cast<size_t>(rank)];
+      flux::runtime::SymmBuffer& mine = symm[rank];
       mine = {};
       mine.rank = rank;
       mine.world_size = world_size;
-      for (int peer = 0; peer < world_size; ++peer) mine.peers[peer] = peers[static_cast<size_t>(peer)];
+      for (int peer = 0; peer < world_size; ++peer) mine.peers[peer] = peers[peer];
       mine.signal_bytes = sizes.signal_bytes;
       mine.slot_bytes = sizes.slot_bytes;
       mine.exchange_bytes = sizes.exchange_bytes;
@@ -89,7 +109,7 @@ struct Ranks {
           sim::allocate(sizeof(flux::runtime::ErrorRecord), rank, "error record"));
       std::memset(static_cast<void*>(mine.error), 0, sizeof(*mine.error));
       sim::mark_written(mine.error, sizeof(*mine.error));
-      sim::machine.devices[static_cast<size_t>(rank)].failure = &mine.header()->aborted;
+      sim::machine.devices[rank].failure = &mine.header()->aborted;
       mine.timeout_ns = 2'000'000'000;
     }
   }
@@ -98,12 +118,15 @@ struct Ranks {
   void expect_no_timeout() const {
     for (const auto& mine : symm) {
       if (mine.error->code == 0) continue;
-      sim::report("rank " + std::to_string(mine.rank) + " has waited in vain for rank " +
-                      std::to_string(mine.error->peer) + ": operation " + std::to_string(mine.error->op) +
-                      ", tile " + std::to_string(mine.error->tile) + ", expected " +
-                      std::to_string(mine.error->expected) + ", seen " + std::to_string(mine.error->seen),
-                  nullptr);
+      wrong("rank ", mine.rank, " has waited in vain for rank ", mine.error->peer, ": operation ",
+            mine.error->op, ", tile ", mine.error->tile, ", expected ", mine.error->expected, ", seen ",
+            mine.error->seen);
     }
+  }
+
+  void expect_done(uint32_t calls) const {
+    expect_no_timeout();
+    expect_rest(calls);
   }
 
   // Waits give up soon: each step of time wakes every thread that polls.
@@ -120,15 +143,11 @@ struct Ranks {
                    header.aborted == 0;
       for (const uint32_t pieces : header.pieces_staged) rests &= pieces == 0;
       for (const uint32_t pieces : header.pieces_pushed) rests &= pieces == 0;
-      if (!rests)
-        sim::report("the header of rank " + std::to_string(mine.rank) + " is not as a call leaves it",
-                    nullptr);
+      if (!rests) wrong("the header of rank ", mine.rank, " is not as a call leaves it");
       const auto* words = reinterpret_cast<const uint32_t*>(mine.exchange(mine.rank, 0));
       for (int64_t i = 0; i < 2 * mine.exchange_bytes / 4; ++i) {
         if (words[i] != flux::runtime::kAbsent) {
-          sim::report("word " + std::to_string(i) + " of the exchange buffers of rank " +
-                          std::to_string(mine.rank) + " was not put back",
-                      nullptr);
+          wrong("word ", i, " of the exchange buffers of rank ", mine.rank, " was not put back");
         }
       }
     }
@@ -138,24 +157,19 @@ struct Ranks {
 constexpr float kEps = 0.5f;  // of every RMSNorm
 
 // The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
-inline void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, DType dtype) {
+inline void expect_norm(const Values& out, const Sums& sum, const Values& weight, DType dtype) {
   for (int row = 0; row < out.rows; ++row) {
     float squares = 0.0f;
-    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
-    const auto element = [&](int column) {
-      return widened(rounded(static_cast<float>(values[column]), dtype), dtype);
-    };
+    const int* const values = &sum[row * out.columns];
+    const auto element = [&](int column) { return rounded_to(values[column], dtype); };
     for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
     const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + kEps);
     for (int column = 0; column < out.columns; ++column) {
-      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
+      const float weighted = scale * static_cast<float>(weight.values[column]);
       const uint16_t right = rounded(element(column) * weighted, dtype);
       const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
       if (found == right || widened(found, dtype) == widened(right, dtype)) continue;
-      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(widened(found, dtype)) + ", and not " +
-                      std::to_string(widened(right, dtype)),
-                  nullptr);
+      wrong("norm[", row, "][", column, "] is ", widened(found, dtype), ", and not ", widened(right, dtype));
     }
   }
 }

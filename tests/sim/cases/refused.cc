@@ -10,16 +10,9 @@
 #include "ranks.h"
 #include "runtime/check.h"
 
+namespace cases {
 namespace {
 
-using cases::DType;
-using cases::Floats;
-using cases::Fp8Values;
-using cases::Random;
-using cases::Ranks;
-using cases::ScaleValues;
-using flux::gemm::Cluster;
-using flux::gemm::pack_choice;
 using Mode = flux::runtime::Exchange::Mode;
 
 constexpr int kM = 16, kN = 64, kK = 512, kRanks = 2, kTile = 11;
@@ -65,23 +58,21 @@ const Refusal kRefusals[] = {
      }},
     {"gemm_ar, swap-AB",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack_choice(flux::gemm::kFirstSwapAb + 7, 1, 1));
+       gemm_ar(operands, ranks, pack(flux::gemm::kFirstSwapAb + 7, 1, 1));
      }},
     {"gemm_ar, swap-AB, split K",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack_choice(flux::gemm::kFirstSwapAb + 7, 2, 1));
+       gemm_ar(operands, ranks, pack(flux::gemm::kFirstSwapAb + 7, 2, 1));
      }},
-    {"gemm_ar, tiles",
-     [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kNone), 1));
-     }},
+    {"gemm_ar, tiles", [](const Operands& operands,
+                          const Ranks& ranks) { gemm_ar(operands, ranks, pack(kTile, Cluster::kNone, 1)); }},
     {"gemm_ar, tiles, split K",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kSplit2), 1));
+       gemm_ar(operands, ranks, pack(kTile, Cluster::kSplit2, 1));
      }},
     {"gemm_ar, two launches",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kPairN), 1));
+       gemm_ar(operands, ranks, pack(kTile, Cluster::kPairN, 1));
      }},
     {"all_reduce",
      [](const Operands& operands, const Ranks& ranks) {
@@ -124,20 +115,22 @@ const Refusal kRefusals[] = {
 void refused(uint64_t seed) {
   Random random(seed);
   const Refusal& refusal = kRefusals[seed % std::size(kRefusals)];
-  cases::start(seed, kRanks, 8, random);
-  cases::describe(refusal.name);
+  start(seed, kRanks, 8, random);
+  describe(refusal.name);
   const auto layout = flux::gemm_rs::make_layout(kM, kN, kRanks, flux::gemm::kTileConfigs[kTile]);
   const Ranks ranks(kRanks, {layout.num_signals() * 4, layout.slot_bytes(),
-                             flux::runtime::make_exchange(kM, kN, kRanks, Mode::kOneShot).bytes() + 4096});
+                             exchange_sizes(kM, kN, kRanks, Mode::kOneShot).exchange_bytes});
   const Operands operands(random);
   try {
     refusal.call(operands, ranks);
   } catch (const flux::runtime::Error&) {
     return;
   }
-  sim::report("fp32 was taken for 16 bits", nullptr);
+  wrong("fp32 was taken for 16 bits");
 }
 
 }  // namespace
 
-int main(int argc, char** argv) { return cases::run_cases(argc, argv, {{"refused", refused}}); }
+const std::vector<NamedCase> kCases = {{"refused", refused}};
+
+}  // namespace cases

@@ -21,7 +21,7 @@ const float kOtherNan = std::bit_cast<float>(0x7FFF7FFF);  // what ranks agree o
 // ids and weights [world_size][max_tokens][top_k]; ranks have fewer tokens than the maximum, or none.
 struct Choices {
   Layout layout;  // of rank 0
-  std::vector<int> tokens;
+  Sums tokens;
   std::vector<int32_t> ids;
   std::vector<float> weights;
   const char* name;
@@ -71,7 +71,7 @@ struct Routing {
   Routing(const Layout& layout, int device) {
     const int64_t world = layout.world_size, tokens = layout.max_tokens, experts = layout.local_experts();
     const auto take = [&](const char* name, int64_t count) {
-      auto* const words = static_cast<int32_t*>(sim::allocate(std::max<int64_t>(1, count) * 4, device, name));
+      auto* const words = allocate<int32_t>(count, device, name);
       std::fill(words, words + count, kUntouched);
       arrays.push_back({name, words, count});
       return words;
@@ -102,9 +102,7 @@ struct Routing {
       for (int64_t at = 0; at < arrays[i].count; ++at) {
         const int32_t found = arrays[i].words[at], expected = right.arrays[i].words[at];
         if (found == expected) continue;
-        sim::report(where + ": " + arrays[i].name + "[" + std::to_string(at) + "] is " +
-                        std::to_string(found) + ", and not " + std::to_string(expected),
-                    nullptr);
+        wrong(where, ": ", arrays[i].name, "[", at, "] is ", found, ", and not ", expected);
       }
     }
   }
@@ -115,28 +113,21 @@ struct OwnTokens {
   flux::moe::OwnChoices own = {};
 
   OwnTokens(const Choices& choices, int rank, bool wide) {
-    const int64_t count =
-        static_cast<int64_t>(choices.tokens[static_cast<size_t>(rank)]) * choices.layout.top_k;
+    const int64_t count = static_cast<int64_t>(choices.tokens[rank]) * choices.layout.top_k;
     const int64_t first = choices.first(rank);
-    void* const ids = sim::allocate(std::max<int64_t>(1, count) * (wide ? 8 : 4), rank, "topk_ids");
-    auto* const weights =
-        static_cast<float*>(sim::allocate(std::max<int64_t>(1, count) * 4, rank, "topk_weights"));
-    for (int64_t i = 0; i < count; ++i) {
-      const int32_t id = choices.ids[static_cast<size_t>(first + i)];
-      if (wide) {
-        static_cast<int64_t*>(ids)[i] = id == kInvalid ? int64_t{1} << 32 : id;
-      } else {
-        static_cast<int32_t*>(ids)[i] = id;
-      }
-      weights[i] = choices.weights[static_cast<size_t>(first + i)];
-      if (std::isnan(weights[i])) std::memset(&weights[i], 0xFF, sizeof(float));
+    std::vector<int32_t> narrow;
+    std::vector<int64_t> ids;
+    std::vector<float> weights;
+    for (int64_t i = first; i < first + count; ++i) {
+      narrow.push_back(choices.ids[i]);
+      ids.push_back(choices.ids[i] == kInvalid ? int64_t{1} << 32 : choices.ids[i]);
+      weights.push_back(choices.weights[i]);
+      if (std::isnan(weights.back())) std::memset(&weights.back(), 0xFF, sizeof(float));
     }
-    sim::mark_written(ids, count * (wide ? 8 : 4));
-    sim::mark_written(weights, count * 4);
-    own.ids = ids;
+    own.ids = wide ? static_cast<void*>(copied(ids, rank, "topk_ids")) : copied(narrow, rank, "topk_ids");
     own.wide = wide;
-    own.weights = weights;
-    own.tokens = choices.tokens[static_cast<size_t>(rank)];
+    own.weights = copied(weights, rank, "topk_weights");
+    own.tokens = choices.tokens[rank];
   }
 };
 

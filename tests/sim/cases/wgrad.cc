@@ -5,20 +5,15 @@
 #include "cuda_runtime_api.h"
 #include "experts.h"
 
+namespace cases {
 namespace {
-
-using cases::copied;
-using cases::DType;
-using cases::Random;
-using cases::start;
-using cases::Values;
 
 // Matrices of each expert in one piece of memory, with columns and elements between them that nobody may touch.
 struct Gradients {
   int experts, n, k, bytes;
   int64_t stride, step;
   uint8_t* data;
-  std::vector<int> before;  // what the matrices hold before the first call, if something is added to them
+  Sums before;  // what the matrices hold before the first call, if something is added to them
 
   Gradients(Random& random, int experts, int n, int k, bool adds)
       : experts(experts),
@@ -44,38 +39,33 @@ struct Gradients {
   void give(flux::moe::GroupedWgradArgs& args) const { args.out = {{data, n, k, stride}, experts, step}; }
 
   // Fails unless every expert but `infinite` has these sums, and nothing is written between the matrices.
-  void expect(const std::vector<std::vector<int>>& sums, int infinite, DType dtype) const {
-    std::vector<bool> inside(static_cast<size_t>(experts * step));
+  void expect(const std::vector<Sums>& sums, int infinite, DType dtype) const {
+    std::vector<bool> inside(experts * step);
     for (int expert = 0; expert < experts; ++expert) {
       for (int row = 0; row < n; ++row) {
         for (int column = 0; column < k; ++column) {
           const int64_t i = at(expert, row, column);
-          inside[static_cast<size_t>(i)] = true;
+          inside[i] = true;
           if (expert == infinite) continue;
-          const auto right =
-              static_cast<float>(sums[static_cast<size_t>(expert)][static_cast<size_t>(row * k + column)]);
+          const auto right = static_cast<float>(sums[expert][row * k + column]);
           const float found = bytes == 4 ? reinterpret_cast<float*>(data)[i]
-                                         : cases::widened(reinterpret_cast<uint16_t*>(data)[i], dtype);
-          const float rounded = bytes == 4 ? right : cases::widened(cases::rounded(right, dtype), dtype);
+                                         : widened(reinterpret_cast<uint16_t*>(data)[i], dtype);
+          const float rounded = bytes == 4 ? right : rounded_to(right, dtype);
           if (found != rounded) {
-            sim::report("gradient [" + std::to_string(expert) + "][" + std::to_string(row) + "][" +
-                            std::to_string(column) + "] is " + std::to_string(found) + ", and not " +
-                            std::to_string(right),
-                        nullptr);
+            wrong("gradient [", expert, "][", row, "][", column, "] is ", found, ", and not ", right);
           }
         }
       }
     }
     for (int64_t i = 0; i < experts * step * bytes; ++i) {
-      if (!inside[static_cast<size_t>(i / bytes)] && data[i] != 0x7F)
-        sim::report("written between the gradients", nullptr);
+      if (!inside[i / bytes] && data[i] != 0x7F) wrong("written between the gradients");
     }
   }
 };
 
 void grouped_wgrad(uint64_t seed) {
   Random random(seed);
-  const auto dtype = static_cast<DType>(random.below(2));
+  const auto dtype = draw_dtype(random);
   const bool adds = random.below(2) == 0;
   const int config = random.below(2), num_sms = random.one_of({1, 2, 4, 6});
   const int experts = random.one_of({1, 2, 3, 5});
@@ -90,19 +80,16 @@ void grouped_wgrad(uint64_t seed) {
   const int rows = std::max(1, offsets.back()), more = random.below(3) * 40;  // the last are nobody's
   // Rows that are infinite change nobody else's gradients.
   const int infinite = random.below(2) == 0 ? random.below(experts) : -1;
-  cases::describe(std::to_string(experts) + " experts, " + std::to_string(offsets.back()) + " rows, " +
-                  std::to_string(n) + " x " + std::to_string(k) + ", tile " + std::to_string(config) +
-                  (adds ? ", adds, " : ", stores, ") + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(sim::machine.config.resident) + " resident");
+  describe(experts, " experts, ", offsets.back(), " rows, ", n, " x ", k, ", tile ", config,
+           adds ? ", adds, " : ", stores, ", num_sms, " SMs, ", sim::machine.config.resident, " resident");
   Values grad(0, "grad", rows + more, n, 8 * random.below(2)), x(0, "x", rows + more, k, 8 * random.below(2));
   for (Values* each : {&grad, &x}) {
     each->fill(random, dtype, 2);
     for (int row = 0; row < rows + more; ++row) {
-      const bool is_infinite = infinite >= 0 && row >= offsets[static_cast<size_t>(infinite)] &&
-                               row < offsets[static_cast<size_t>(infinite) + 1];
+      const bool is_infinite = infinite >= 0 && row >= offsets[infinite] && row < offsets[infinite + 1];
       uint16_t* const at = each->data + static_cast<int64_t>(row) * each->stride;
       if (row >= offsets.back()) std::fill(at, at + each->columns, Values::kUntouched);
-      if (is_infinite) std::fill(at, at + each->columns, cases::rounded(INFINITY, dtype));
+      if (is_infinite) std::fill(at, at + each->columns, rounded(INFINITY, dtype));
     }
   }
   const Gradients out(random, experts, n, k, adds);
@@ -121,18 +108,17 @@ void grouped_wgrad(uint64_t seed) {
   }
   cudaDeviceSynchronize();
 
-  std::vector<std::vector<int>> sums;
+  std::vector<Sums> sums;
   for (int expert = 0; expert < experts; ++expert) {
-    const auto size = static_cast<size_t>(n * k);
-    std::vector<int> sum(size);
-    for (int row = offsets[static_cast<size_t>(expert)]; row < offsets[static_cast<size_t>(expert) + 1];
-         ++row) {
+    const auto size = (n * k);
+    Sums sum(size);
+    for (int row = offsets[expert]; row < offsets[expert + 1]; ++row) {
       for (int i = 0; i < n; ++i) {
-        for (int j = 0; j < k; ++j) sum[static_cast<size_t>(i * k + j)] += grad.at(row, i) * x.at(row, j);
+        for (int j = 0; j < k; ++j) sum[i * k + j] += grad.at(row, i) * x.at(row, j);
       }
     }
     for (size_t i = 0; adds && i < size; ++i) {
-      sum[i] = out.before[static_cast<size_t>(expert) * size + i] + kCalls * sum[i];
+      sum[i] = out.before[expert * size + i] + kCalls * sum[i];
     }
     sums.push_back(std::move(sum));
   }
@@ -141,4 +127,6 @@ void grouped_wgrad(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return cases::run_cases(argc, argv, {{"grouped_wgrad", grouped_wgrad}}); }
+const std::vector<NamedCase> kCases = {{"grouped_wgrad", grouped_wgrad}};
+
+}  // namespace cases
