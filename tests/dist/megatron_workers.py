@@ -29,7 +29,9 @@ from megatron_models import (
     pair,
     prepare,
     prepare_layout,
+    replicas,
     sizes,
+    summed_grads,
     token_losses,
     tokens_of,
 )
@@ -167,25 +169,19 @@ def main_grads(rank: int, p: int) -> list[str]:
 def data_parallel(rank: int, p: int) -> list[str]:
     """Two replicas: gradients are summed over them while flux's kernels go on with the backward pass."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     from flux.integrations.megatron import accumulate_into_main_grad
 
     prepare(p // 2, DEVICE)
     config = make_config(**LARGE, tensor_model_parallel_size=p // 2, sequence_parallel=True)
-    options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=2**19, use_distributed_optimizer=False
-    )
     results = []
     for model in pair(config, DEVICE):
         if results:
             accumulate_into_main_grad(model)
-        wrapped = DistributedDataParallel(config, options, model)
+        wrapped = replicas(model, overlap_grad_reduce=True, bucket_size=2**19)
         losses = token_losses(wrapped, parallel_state.get_data_parallel_rank())
         losses.mean().backward()
-        finalize_model_grads([wrapped])
-        results.append((losses.detach(), {name: q.main_grad for name, q in model.named_parameters()}))
+        results.append((losses.detach(), summed_grads(wrapped)))
     stock, ours = results
     return against_stock("two replicas", ours, stock, config, p // 2)
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from cases import run_scenarios
 from torch.overrides import TorchFunctionMode
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BATCH = 2
 HIDDEN = 32  # all other sizes follow from this one
 EXPERTS, TOP_K = 4, 2
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
 
 
 def prepare(tensor_parallel: int, device: str = "cpu", graphs: bool = False, **sizes: Any) -> None:
@@ -211,6 +219,24 @@ def grouped_pair(config: Any, rank: int, device: str = "cpu", by_model: bool = F
     return stock, ours
 
 
+def replicas(model: Any, **options: Any) -> Any:
+    """A model in Megatron's data parallelism, with gradients in fp32 in main_grad."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    how = DistributedDataParallelConfig(
+        **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": False, **options}
+    )
+    return DistributedDataParallel(model.config, how, model)
+
+
+def summed_grads(replicas: Any) -> dict[str, torch.Tensor]:
+    """Of all parameters, once Megatron has summed them."""
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    finalize_model_grads([replicas])
+    return {name: p.main_grad.clone() for name, p in replicas.module.named_parameters()}
+
+
 def token_losses(model: Any, seed: int, batch: int = BATCH) -> torch.Tensor:
     """Losses of one micro-batch [batch, sequence]."""
     return losses_of(model, tokens_of(model.config, seed, batch))
@@ -310,6 +336,22 @@ EP = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
 BOTH = {**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 # How many ranks, and how they share a mixture of experts.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"TP 2": (2, TP), "EP 2": (2, EP), "TP 2, EP 2": (4, BOTH)}
+
+
+def run_in_layouts(
+    scenarios: Mapping[str, Sequence[Callable[..., None]]], rank: int, world_size: int
+) -> dict[str, str]:
+    """run_scenarios of those of each layout, which get it, in its groups."""
+    from megatron.core import parallel_state
+
+    told: dict[str, str] = {}
+    for name, (size, layout) in LAYOUTS.items():
+        if size == world_size and name in scenarios:
+            prepare_layout(layout)
+            named = {f"{name}: {each.__name__}": partial(each, layout=layout) for each in scenarios[name]}
+            told |= run_scenarios(named, rank, world_size)
+            parallel_state.destroy_model_parallel()
+    return told
 
 
 def prepare_layout(layout: dict[str, Any], device: str = "cpu", **options: Any) -> None:

@@ -7,7 +7,6 @@ Runs wherever there is a Megatron-Core; `make megatron` runs it for all releases
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_models import (
     Told,
     make_config,
     make_model,
+    needs_megatron,
     pair,
     prepare,
     stock_spec,
@@ -33,9 +33,7 @@ from megatron_models import (
 from flux.ops.quantize import dequantized, quantize
 from flux.testing import scaled_bound
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+pytestmark = needs_megatron
 
 Tensor = torch.Tensor
 RECIPES = list(product(("tensorwise", "blockwise"), ("e4m3", "hybrid")))

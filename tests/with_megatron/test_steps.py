@@ -19,6 +19,7 @@ from megatron_models import (
     make_config,
     make_model,
     prepare,
+    replicas,
     sizes,
     stock_spec,
     token_losses,
@@ -40,11 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "TP 4": (4, {"tensor_model_parallel_size": 4}, tuple(KINDS)),
     "TP 2, EP 2": (
         4,
-        {
-            "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 2,
-        },
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
         WITH_EXPERTS,
     ),
     "TP 2, DP 2, PP 2": (
@@ -83,7 +80,7 @@ class Trainee:
 
         parts = config.virtual_pipeline_model_parallel_size
         self.models = [make_part(config, on_flux, part) for part in (range(parts) if parts else (None,))]
-        self.wrapped = [wrap(config, model) for model in self.models]
+        self.wrapped = [replicas(model) for model in self.models]
         self.seeds = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def step(self, number: int) -> dict[str, torch.Tensor]:
@@ -137,13 +134,6 @@ def make_part(config: Any, on_flux: bool, part: int | None) -> Any:
         assert all(name == "embedding.word_embeddings" for name in left), left
         accumulate_into_main_grad(model)
     return model
-
-
-def wrap(config: Any, model: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-    return DistributedDataParallel(config, options, model)
 
 
 def train(layout: dict[str, int], kind: str) -> None:

@@ -109,34 +109,12 @@ def test_it_is_taken(method: str, of_rows: Any, of_weight: Any, static: bool, qu
         torch.testing.assert_close(product.to(torch.bfloat16), stock, atol=0, rtol=2**-7)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"weight": torch.zeros(K // 4, N, dtype=torch.int32)}, "repacks the weights"),
-        ({"weight": torch.zeros(K, N).to(E4M3)}, "repacks the weights"),
-        ({"weight_scale": torch.ones(N, 3)}, "repacks the scales"),
-        ({"weight_scale": torch.ones(N, 1).to(torch.bfloat16)}, "repacks the scales"),
-        ({"input_scale_ub": torch.ones(1)}, "scales of rows have an upper bound"),
-    ],
-)
-def test_it_is_not_taken(change: dict[str, Any], why: str) -> None:
-    from flux.integrations.vllm import fp8
-
-    made = layer("CompressedTensorsW8A8Fp8", TOKEN, COLUMN)
-    found = fp8.of_layer(made)
-    assert isinstance(found, fp8.Fp8)
-    vars(made).update(change)
-    assert str(fp8.loaded(made, found)).endswith(why)
-
-
 def test_other_weights_are_not_taken() -> None:
     from flux.integrations.vllm import fp8
 
-    blocks = layer("Fp8LinearMethod", GROUP, BLOCK)
-    config = blocks.quant_method.fp8_linear.config
-    config.weight_quant_key = layer(
-        "Fp8LinearMethod", TOKEN, TENSOR
-    ).quant_method.fp8_linear.config.weight_quant_key
+    blocks, other = layer("Fp8LinearMethod", GROUP, BLOCK), layer("Fp8LinearMethod", TOKEN, TENSOR)
+    configs = [each.quant_method.fp8_linear.config for each in (blocks, other)]
+    configs[0].weight_quant_key = configs[1].weight_quant_key
     assert fp8.of_layer(blocks) == "weights are fp8 with scales for (-1, -1), of rows (1, 128)"
     blocks.quant_method = object()
     assert fp8.of_layer(blocks) == "weights are quantised (object)"
@@ -144,12 +122,7 @@ def test_other_weights_are_not_taken() -> None:
 
 @pytest.mark.parametrize(
     ("of_rows", "quant", "static"),
-    [
-        (TOKEN, "row", False),
-        (TENSOR, "tensor", True),
-        (TENSOR, "tensor", False),
-        (GROUP, "group128", False),
-    ],
+    [(TOKEN, "row", False), (TENSOR, "tensor", True), (TENSOR, "tensor", False), (GROUP, "group128", False)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_own_rows_are_quantised_as_vllm_does(

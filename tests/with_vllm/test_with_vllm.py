@@ -114,13 +114,7 @@ def _both(**counts: int) -> dict[str, dict[str, int]]:
 
 
 RUNS = (
-    Run(
-        "eager",
-        "llama",
-        "eager",
-        **_both(plain=SUMS),
-        told=(f"from {FROM} tokens on (FLUX_VLLM_MIN",),
-    ),
+    Run("eager", "llama", "eager", **_both(plain=SUMS), told=(f"from {FROM} tokens on (FLUX_VLLM_MIN",)),
     Run("one graph", "llama", "traced", **_both(plain=SUMS)),
     Run("ranges", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
     # Behind a norm, without bias: gate and up, and the next layer's qkv.
@@ -195,14 +189,7 @@ RUNS = (
     ),
     Run("experts eager", "qwen3_moe", "eager", **_both(plain=ATTENTION, experts=MOE)),
     Run("experts graph", "qwen3_moe", "traced", **_both(plain=ATTENTION, experts=MOE)),
-    Run(
-        "experts ranges",
-        "qwen3_moe",
-        "ranges",
-        _FEW_EXPERTS,
-        _MANY_EXPERTS,
-        told=_MOE_RANGES,
-    ),
+    Run("experts ranges", "qwen3_moe", "ranges", _FEW_EXPERTS, _MANY_EXPERTS, told=_MOE_RANGES),
     Run(
         "experts of vLLM",
         "qwen3_moe",
@@ -212,15 +199,7 @@ RUNS = (
         told=(f"33 to 512 tokens: flux {ATTENTION} linear layers, {MOE} other sums sequence parallel",),
         settings=_VLLMS,
     ),
-    Run(
-        "mixtral",
-        "mixtral",
-        "ranges",
-        _FEW_EXPERTS,
-        _MANY_EXPERTS,
-        told=_MOE_RANGES,
-        ranks=4,
-    ),
+    Run("mixtral", "mixtral", "ranges", _FEW_EXPERTS, _MANY_EXPERTS, told=_MOE_RANGES, ranks=4),
     Run("mixtral eager", "mixtral", "eager", **_both(plain=ATTENTION), settings=_VLLMS),
     Run("shared experts", "qwen2_moe", "eager", **_both(plain=ATTENTION, experts=MOE)),
     Run(

@@ -31,6 +31,8 @@ _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 _symm_mem: Any = torch.distributed._symmetric_memory
 
+Tensor = torch.Tensor
+Gathered = tuple[Tensor | None, list[Tensor]]
 # While installed: what owns the registrations, and ends them by _destroy.
 _installed: list[Any] = []
 # Older versions do not take several graph passes, and merge waits themselves.
@@ -75,7 +77,7 @@ def install() -> None:
             # For CPU tensors torch's reference, written with functional collectives, is registered as Meta.
             for key, torchs_key in (("CUDA", "CUDA"), ("CPU", "Meta")):
                 torchs = _torch_library.get_kernel(f"symm_mem::{name}", torchs_key)
-                function = partial(implementation, torchs)
+                function = partial(_ours_or_torchs, implementation, torchs)
                 library.impl(name, function, key, with_keyset=True, allow_override=True)
     _installed.append(library)
     if _REWRITES:
@@ -101,17 +103,15 @@ class _Rewrites:
                 return version
 
         self.ours = Pass()
-        self._set([self.ours, *self._others()])
+        self._put(self.ours)
 
-    def _others(self) -> list[Any]:
+    def _put(self, *ours: Any) -> None:
         found = self.passes.get_custom_graph_passes(self.config.post_grad_custom_pre_pass)
-        return [each for each in found if each is not self.ours]
-
-    def _set(self, passes: list[Any]) -> None:
+        passes = [*ours, *(each for each in found if each is not self.ours)]
         self.config.post_grad_custom_pre_pass = passes or None
 
     def _destroy(self) -> None:
-        self._set(self._others())
+        self._put()
 
 
 def _merge_waits(graph: torch.fx.Graph) -> None:
@@ -189,63 +189,50 @@ def uninstall() -> None:
         _installed.pop()._destroy()
 
 
+def _ours_or_torchs(ours: Callable[..., Any], torchs: Any, keys: Any, *args: Any, **options: Any) -> Any:
+    """Flux's result, or torch's of a call that flux does not run fused (None)."""
+    result = ours(*args, **options)
+    return torchs.call_boxed(keys, *args, **options) if result is None else result
+
+
 def _all_gather_matmul(
-    torchs: Any,
-    keys: Any,
-    a_shard: torch.Tensor,
-    bs: Sequence[torch.Tensor],
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
     gather_dim: int,
     group_name: str,
     *,
     return_A: bool = True,  # as torch calls it
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """all_gather(a_shard, gather_dim) and its product with every b [k, n]; None for the former if not asked
-    for.
-    """
+) -> Gathered | None:
+    """all_gather(a_shard) and its product with every b [k, n]; None for the former if not asked for."""
     if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, group_name):
-        answer: tuple[torch.Tensor | None, list[torch.Tensor]] = torchs.call_boxed(
-            keys, a_shard, bs, gather_dim, group_name, return_A=return_A
-        )
-        return answer
+        return None
     return _gathered(a_shard, bs, gather_dim, group_name, return_A)
 
 
 def _gathered(
-    x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, group_name: str, return_x: bool, **scaling: Any
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    x: Tensor, bs: Sequence[Tensor], dim: int, group_name: str, return_x: bool, **scaling: Any
+) -> Gathered:
     """flux.ag_gemm of rows in dimension `dim`: what was gathered, if it is to be returned, and products."""
     weights, transposed = _as_weights(bs)
     how: dict[str, Any] = {"group": group_name, "transpose_weight": transposed, **scaling}
-    gathered: torch.Tensor | None = None
     with torch.no_grad():
-        if return_x:
-            products, gathered, *_ = flux.ag_gemm(x.movedim(dim, 0), weights, return_gathered=True, **how)
-            gathered = gathered.movedim(0, dim)
-        else:
-            products = flux.ag_gemm(x.movedim(dim, 0), weights, **how)
-    return gathered, [product.movedim(0, dim) for product in products]
+        if not return_x:
+            return None, [p.movedim(0, dim) for p in flux.ag_gemm(x.movedim(dim, 0), weights, **how)]
+        products, gathered, *_ = flux.ag_gemm(x.movedim(dim, 0), weights, return_gathered=True, **how)
+    return gathered.movedim(0, dim), [product.movedim(0, dim) for product in products]
 
 
 def _matmul_reduce_scatter(
-    torchs: Any,
-    keys: Any,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor | None:
     """reduce_scatter(a · b, scatter_dim), contiguous."""
     known_op = reduce_op in ("sum", "avg")  # torch raises an error for other reductions
     if not known_op or not _runs_fused("gemm_rs", a, [b], scatter_dim, group_name):
-        answer: torch.Tensor = torchs.call_boxed(keys, a, b, reduce_op, scatter_dim, group_name)
-        return answer
+        return None
     return _scattered(a, b, scatter_dim, group_name, reduce_op)
 
 
-def _scattered(
-    x: torch.Tensor, b: torch.Tensor, dim: int, group_name: str, reduce_op: str, **scaling: Any
-) -> torch.Tensor:
+def _scattered(x: Tensor, b: Tensor, dim: int, group_name: str, reduce_op: str, **scaling: Any) -> Tensor:
     """flux.gemm_rs of rows in dimension `dim`, contiguous."""
     (weight,), transposed = _as_weights([b])
     how: dict[str, Any] = {"group": group_name, "transpose_weight": transposed, **scaling}
@@ -257,31 +244,23 @@ def _scattered(
 
 
 def _all_gather_scaled_matmul(
-    torchs: Any,
-    keys: Any,
-    a_shard: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    a_scale: torch.Tensor,
-    b_scales: Sequence[torch.Tensor],
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    a_scale: Tensor,
+    b_scales: Sequence[Tensor],
     gather_dim: int,
     group_name: str,
-    biases: Sequence[torch.Tensor | None],
-    result_scales: Sequence[torch.Tensor | None],
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
     out_dtypes: Sequence[Any],
     use_fast_accum: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """As _all_gather_matmul, of fp8 operands; a_scale is one number, or one for each row of this rank or of
-    all ranks.
-    """
+) -> Gathered | None:
+    """As above, of fp8 operands; a_scale is one number, or one for each row of this rank or of all."""
     dtypes, fast = _dtypes(out_dtypes), all(use_fast_accum)
     why_not = _unscalable(a_shard, result_scales, dtypes, biases)
     scaling = Scaling("row", dtypes[0], fast)
     if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, group_name, scaling, why_not):
-        given = (a_shard, bs, a_scale, b_scales, gather_dim, group_name, biases, result_scales)
-        answer: tuple[torch.Tensor | None, list[torch.Tensor]] = torchs.call_boxed(
-            keys, *given, out_dtypes, use_fast_accum
-        )
-        return answer
+        return None
     if a_scale.numel() > 1:
         rows = a_shard.shape[gather_dim]
         if a_scale.shape[gather_dim] != rows:
@@ -299,25 +278,21 @@ def _all_gather_scaled_matmul(
 
 
 def _scaled_matmul_reduce_scatter(
-    torchs: Any,
-    keys: Any,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
     reduce_op: str,
     orig_scatter_dim: int,
     scatter_dim_after_maybe_reshape: int,
     group_name: str,
     output_shape: Sequence[int] | None,
-    bias: torch.Tensor | None = None,
-    result_scale: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
     out_dtype: Any = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor:
-    """As _matmul_reduce_scatter, of fp8 operands; `output_shape` is that of the product, whose leading
-    dimensions may be one in `a`.
-    """
+) -> Tensor | None:
+    """As above, of fp8 operands; `a` may have one dimension for all leading ones of `output_shape`."""
     (dtype,) = _dtypes([out_dtype])
     leading = a.shape[:-1] if output_shape is None else torch.Size(output_shape[:-1])
     rows = a.flatten(0, -2).view(*leading, a.shape[-1])
@@ -328,12 +303,7 @@ def _scaled_matmul_reduce_scatter(
         why_not = f"reductions by {reduce_op}"
     scaling = Scaling("row", dtype, use_fast_accum)
     if not _runs_fused("gemm_rs", rows, [b], orig_scatter_dim, group_name, scaling, why_not):
-        dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-        answer: torch.Tensor = torchs.call_boxed(
-            *(keys, a, b, a_scale, b_scale, reduce_op, *dims, group_name, output_shape),
-            *(bias, result_scale, out_dtype, use_fast_accum),
-        )
-        return answer
+        return None
     if a_scale.numel() > 1:
         a_scale = a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0)
     return _scattered(
@@ -345,12 +315,9 @@ def _scaled_matmul_reduce_scatter(
     )
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "fused_all_gather_matmul": _all_gather_matmul,
-    "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
-    "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul,
-    "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
-}
+_UNSCALED: tuple[Callable[..., Any], ...] = (_all_gather_matmul, _matmul_reduce_scatter)
+_SCALED: tuple[Callable[..., Any], ...] = (_all_gather_scaled_matmul, _scaled_matmul_reduce_scatter)
+_IMPLEMENTATIONS = {f"fused{each.__name__}": each for each in _UNSCALED + _SCALED}
 
 
 def _dtypes(given: Sequence[Any]) -> list[Any]:
@@ -359,10 +326,7 @@ def _dtypes(given: Sequence[Any]) -> list[Any]:
 
 
 def _unscalable(
-    a: torch.Tensor,
-    result_scales: Sequence[torch.Tensor | None],
-    dtypes: Sequence[Any],
-    biases: Sequence[torch.Tensor | None],
+    a: Tensor, result_scales: Sequence[Tensor | None], dtypes: Sequence[Any], biases: Sequence[Tensor | None]
 ) -> str | None:
     """Why flux has no operator for a scaled call, or None."""
     if any(scale is not None for scale in result_scales):
@@ -379,7 +343,7 @@ def _world_size(group_name: str) -> int:
     return size
 
 
-def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+def _as_weights(bs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     """Matrices [k, n] as weights of flux without a copy, and the value of transpose_weight.
 
     In a forward pass b is the transpose of a weight [n, k] as it lies in memory, in a backward pass the
@@ -392,8 +356,8 @@ def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
 
 def _runs_fused(
     op: str,
-    x: torch.Tensor,
-    bs: Sequence[torch.Tensor],
+    x: Tensor,
+    bs: Sequence[Tensor],
     dim: int,
     group_name: str,
     scaling: Scaling | None = None,
@@ -413,7 +377,7 @@ def _runs_fused(
 
 
 def _why_not(
-    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, group_name: str, scaling: Scaling | None
+    op: str, x: Tensor, bs: Sequence[Tensor], dim: int, group_name: str, scaling: Scaling | None
 ) -> str | None:
     ranks = _world_size(group_name)
     if ranks == 1:
@@ -427,8 +391,6 @@ def _why_not(
         return None  # torch's implementation is no faster there
     how = (transposed,) if scaling is None else (False, scaling)
     m = math.prod(x.shape[:-1]) * (ranks if op == "ag_gemm" else 1)
-    for b in bs:
-        reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, *how)
-        if reason is not None:
-            return reason
-    return None
+    common = (x.shape[-1], x.dtype, x.device, group_name, *how)
+    reasons = (why_unfused(op, m, b.shape[1], *common) for b in bs)
+    return next((reason for reason in reasons if reason is not None), None)

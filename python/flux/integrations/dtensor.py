@@ -19,20 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import flux
 from flux._log import say_once
-from flux.integrations._shared_outputs import ForwardOfMany, SharedOutputs
-from flux.ops import autocast
+from flux.layers import row_linear
 
 __all__ = [
     "FluxColwiseParallel",
@@ -42,8 +34,8 @@ __all__ = [
     "gemm_ar",
 ]
 
-# It gets the layer as an argument, so that a deep copy of a module does not use the original's weights.
-Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
+Tensor = torch.Tensor
+ForwardOfMany = Callable[[Sequence[nn.Linear], Tensor], list[Tensor]]
 
 
 class FluxColwiseParallel(ColwiseParallel):
@@ -59,42 +51,36 @@ class FluxColwiseParallel(ColwiseParallel):
 
     Example::
 
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.parallel import parallelize_module
+        from torch.distributed.tensor import Shard, parallel
 
         from flux.integrations.dtensor import FluxColwiseParallel
 
-        mesh = init_device_mesh("cpu", (p,))
-        layer = parallelize_module(nn.Linear(64, 32 * p), mesh, FluxColwiseParallel(input_layouts=Shard(0)))
+        mesh, style = dist.init_device_mesh("cpu", (p,)), FluxColwiseParallel(input_layouts=Shard(0))
+        layer = parallel.parallelize_module(torch.nn.Linear(64, 32 * p), mesh, style)
         assert layer(torch.randn(8, 64)).shape == (8 * p, 32)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        why_not = _why_not_linear(module, device_mesh.size(), 0)
+        why_not = why_not_linear(module, device_mesh.size(), 0)
         if why_not is not None:
             say_once(f"{type(self).__name__}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
-        assert isinstance(module, nn.Linear)
         if not isinstance(self.input_layouts[0], Shard):
             why_not = f"input_layouts={self.input_layouts[0]}: only DTensors cut in rows are gathered"
             say_once(f"{type(self).__name__}: {why_not}", logging.INFO)
         compute = self._forward(device_mesh)
 
-        def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Linear, x: Tensor) -> Tensor:
             return compute([module], x)[0]
 
-        distribute_module(module, device_mesh, self._partition_linear_fn)
-        _replace_forward(module, forward)
-        return module
+        return _with_forward(distribute_module(module, device_mesh, self._partition_linear_fn), forward)
 
     def _forward(self, mesh: DeviceMesh) -> ForwardOfMany:
         """A function that computes the outputs of some layers for the same input, which it gathers once."""
         (source,), (target,), local = self.input_layouts, self.output_layouts, self.use_local_output
         group, p = str(mesh.get_group().group_name), mesh.size()
 
-        def compute(layers: Sequence[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
+        def compute(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
             layout, parts = source, 1
             if isinstance(x, DTensor):
                 # Its shape is that of the whole; a tensor's is that of one of p equal parts.
@@ -103,10 +89,9 @@ class FluxColwiseParallel(ColwiseParallel):
                     layout = source
             if type(layout) is not Shard or not _are_rows(x, layout.dim, parts):
                 return _through_dtensor(layers, x, mesh, (layout, Replicate(), target), local)
-            weights = [_local(layer.weight) for layer in layers]
-            biases = [None if layer.bias is None else _local(layer.bias) for layer in layers]
+            weights, biases = zip(*((local_part(a.weight), local_part(a.bias)) for a in layers), strict=True)
             rows = _local_input(x, mesh, layout).movedim(layout.dim, 0)
-            outs = flux.ag_gemm(rows, weights, biases, group=group)
+            outs = flux.ag_gemm(rows, list(weights), list(biases), group=group)
             return [_laid_out(out.movedim(0, layout.dim), mesh, Shard(-1), target, local) for out in outs]
 
         return compute
@@ -128,9 +113,7 @@ class FluxSharedColwiseParallel(ParallelStyle):
     Example::
 
         from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.parallel import parallelize_module
+        from torch.distributed.tensor import Shard, parallel
 
         from flux.integrations.dtensor import FluxSharedColwiseParallel
 
@@ -139,11 +122,11 @@ class FluxSharedColwiseParallel(ParallelStyle):
                 super().__init__()
                 self.gate, self.up = nn.Linear(64, 32 * p), nn.Linear(64, 32 * p)
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x: Tensor) -> Tensor:
                 return nn.functional.silu(self.gate(x)) * self.up(x)
 
         style = FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(0))
-        block = parallelize_module(Gated(), init_device_mesh("cpu", (p,)), style)
+        block = parallel.parallelize_module(Gated(), dist.init_device_mesh("cpu", (p,)), style)
         assert block(torch.randn(8, 64)).shape == (8 * p, 32)
     """
 
@@ -155,15 +138,14 @@ class FluxSharedColwiseParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.style.src_data_rank = self.src_data_rank
         layers = [module.get_submodule(name) for name in self.names]
-        if any(_why_not_linear(layer, device_mesh.size(), 0) is not None for layer in layers):
+        if any(why_not_linear(layer, device_mesh.size(), 0) is not None for layer in layers):
             for layer in layers:
                 self.style._apply(layer, device_mesh)
             return module
-        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        shared = SharedOutputs(linears, self.style._forward(device_mesh))
-        for i, layer in enumerate(linears):
+        shared = SharedOutputs(layers, self.style._forward(device_mesh))
+        for i, layer in enumerate(layers):
             distribute_module(layer, device_mesh, self.style._partition_linear_fn)
-            layer.forward = partial(shared.output, i)  # type: ignore[method-assign]
+            layer.forward = partial(shared.output, i)
         module.register_forward_pre_hook(shared.begin)
         module.register_forward_hook(shared.end, always_call=True)
         return module
@@ -178,21 +160,18 @@ class FluxRowwiseParallel(RowwiseParallel):
 
     Example::
 
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.parallel import parallelize_module
+        from torch.distributed.tensor import Shard, parallel
 
         from flux.integrations.dtensor import FluxRowwiseParallel
 
-        mesh = init_device_mesh("cpu", (p,))
-        layer = parallelize_module(nn.Linear(16 * p, 64), mesh, FluxRowwiseParallel(output_layouts=Shard(0)))
+        mesh, style = dist.init_device_mesh("cpu", (p,)), FluxRowwiseParallel(output_layouts=Shard(0))
+        layer = parallel.parallelize_module(torch.nn.Linear(16 * p, 64), mesh, style)
         assert layer(torch.randn(8 * p, 16)).shape == (8, 64)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, p = type(self).__name__, device_mesh.size()
-        why_not = _why_not_linear(module, p, 1)
+        why_not = why_not_linear(module, p, 1)
         (source,), (target,) = self.input_layouts, self.output_layouts
         if why_not is None and source != Shard(-1):
             why_not = f"input_layouts={source}, not {Shard(-1)}"
@@ -201,28 +180,22 @@ class FluxRowwiseParallel(RowwiseParallel):
         if why_not is not None:
             say_once(f"{name}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
-        assert isinstance(module, nn.Linear)
         group = str(device_mesh.get_group().group_name)
 
-        def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Linear, x: Tensor) -> Tensor:
             if isinstance(target, Shard) and not _are_rows(x, target.dim, p):
                 layouts = (source, source, target)
                 return _through_dtensor([module], x, device_mesh, layouts, self.use_local_output)[0]
-            local_x, weight, bias = _local_input(x, device_mesh, source), _local(module.weight), None
+            local_x, weight = _local_input(x, device_mesh, source), local_part(module.weight)
             if isinstance(target, Shard):
-                if module.bias is not None:
-                    bias = _summed_gradient(module.bias)
+                bias = None if module.bias is None else _summed_gradient(module.bias)
                 rows = local_x.movedim(target.dim, 0)
                 out = flux.gemm_rs(rows, weight, bias, group=group).movedim(0, target.dim)
             else:
-                if module.bias is not None:
-                    bias = _local(module.bias)
-                out = gemm_ar(local_x, weight, bias, group)
+                out = gemm_ar(local_x, weight, local_part(module.bias), group)
             return _laid_out(out, device_mesh, target, target, self.use_local_output)
 
-        distribute_module(module, device_mesh, self._partition_linear_fn)
-        _replace_forward(module, forward)
-        return module
+        return _with_forward(distribute_module(module, device_mesh, self._partition_linear_fn), forward)
 
 
 def convert_plan(plan: Any) -> Any:
@@ -247,7 +220,6 @@ def convert_plan(plan: Any) -> Any:
     Example::
 
         from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
@@ -258,7 +230,7 @@ def convert_plan(plan: Any) -> Any:
             "0.0": ColwiseParallel(),
         }
         layers = nn.Sequential(nn.Sequential(nn.Linear(64, 32 * p), nn.ReLU()))
-        parallelize_module(layers, init_device_mesh("cpu", (p,)), convert_plan(plan))
+        parallelize_module(layers, dist.init_device_mesh("cpu", (p,)), convert_plan(plan))
         assert layers(torch.randn(8, 64)).shape == (8 * p, 32)
     """
     if isinstance(plan, ParallelStyle):
@@ -269,7 +241,7 @@ def convert_plan(plan: Any) -> Any:
     converted = {key: _on_flux(style) for key, style in plan.items()}
     left = {key: type(style).__name__ for key, style in converted.items() if not isinstance(style, _OURS)}
     for key, style in plan.items():
-        if type(style) not in (PrepareModuleInput, PrepareModuleInputOutput):
+        if type(style) not in _GATHERING:
             continue
         prepare: Any = getattr(style, "prepare_module_input", style)
         inside = f"{key}." if key else ""
@@ -307,7 +279,7 @@ def _on_flux(style: Any) -> Any:
 def _without_gathers(style: Any) -> tuple[int, Any]:
     """How many inputs PrepareModuleInput gathers, and one that leaves those as they are."""
     style, gathers = copy.copy(style), 0
-    if isinstance(style, PrepareModuleInputOutput):
+    if isinstance(style, styles.PrepareModuleInputOutput):
         gathers, style.prepare_module_input = _without_gathers(style.prepare_module_input)
         return gathers, style
 
@@ -332,63 +304,33 @@ class _GatherInLayers(ParallelStyle):
         self.gathering, self.bare, self.layers = gathering, bare, layers
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        children, styles = dict(module.named_children()), dict[str, FluxColwiseParallel]()
+        children, chosen = dict(module.named_children()), dict[str, FluxColwiseParallel]()
         for pattern, style in self.layers.items():
             names = [name for name in children if fnmatch(name, pattern)]
-            styles |= dict.fromkeys(names, style)
+            chosen |= dict.fromkeys(names, style)
             if not names:  # torch warns, too
                 warnings.warn(f"no submodule matching {pattern!r} in {type(module).__name__}", stacklevel=2)
-        served = [_why_not_linear(children[name], device_mesh.size(), 0) is None for name in styles]
+        served = [why_not_linear(children[name], device_mesh.size(), 0) is None for name in chosen]
         (self.bare if served and all(served) else self.gathering)._apply(module, device_mesh)
         # Layers with the same arguments and size of input share a gather.
         groups: dict[tuple[Any, ...], list[str]] = {}
-        for name, style in styles.items():
+        for name, style in chosen.items():
             kind = style.input_layouts, style.output_layouts, style.use_local_output
             groups.setdefault((*kind, getattr(children[name], "in_features", None)), []).append(name)
         for names in groups.values():
             shared = FluxSharedColwiseParallel(*names, input_layouts=Replicate())
-            shared.style, shared.src_data_rank = styles[names[0]], self.src_data_rank
+            shared.style, shared.src_data_rank = chosen[names[0]], self.src_data_rank
             shared._apply(module, device_mesh)
         return module
 
 
 _OURS = (FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel, _GatherInLayers)
-_KNOWN = {
-    *_OURS,
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-}
+_GATHERING = (styles.PrepareModuleInput, styles.PrepareModuleInputOutput)
+_KNOWN = {*_OURS, *_GATHERING, ColwiseParallel, RowwiseParallel}
+_KNOWN |= {styles.SequenceParallel, styles.PrepareModuleOutput}
 
 
-class _GemmAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
-    ) -> torch.Tensor:
-        # Cast here, because the backward pass runs outside of autocast.
-        x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
-        ctx.save_for_backward(x, weight)
-        return flux.gemm_ar(x, weight, bias, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = grad.flatten(0, -2)
-        return (
-            grad @ weight if needs_x else None,
-            rows.t() @ x.flatten(0, -2) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-            None,
-        )
-
-
-def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+def gemm_ar(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     """flux.gemm_ar for model code in which the result, and hence its gradient, is the same on all ranks.
 
     The backward pass then needs no communication, as in tensor parallelism everywhere.
@@ -417,12 +359,61 @@ def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gr
         return gemm_ar(x[None], weight, bias, group)[0]
     if not torch.is_grad_enabled():
         return flux.gemm_ar(x, weight, bias, group=group)
-    apply: Any = _GemmAllReduce.apply  # not typed
-    out: torch.Tensor = apply(x, weight, bias, group)
-    return out
+    return row_linear(x, weight, bias, group=group, sequence_parallel=False)
 
 
-def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
+class SharedOutputs:
+    """Layers of a module that read the same input: the outputs of all are computed when the first is called,
+    and kept until they are returned, within one call of the module.
+    """
+
+    def __init__(self, layers: Sequence[Any], compute: ForwardOfMany) -> None:
+        self._layers, self._compute = layers, compute
+        self._inside = False
+        self._outputs: dict[int, Tensor] = {}
+        self._read: list[Tensor] = []  # the tensors from which outputs were computed
+        self._state: tuple[Any, ...] = ()
+
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        """Hook at the start of a call of the module."""
+        self._inside = True
+        self._forget()
+
+    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """Hook at the end of a call of the module, also if it failed."""
+        self._inside = False
+        self._forget()
+
+    def output(self, i: int, x: Tensor) -> Tensor:
+        """The output of layer `i` for x."""
+        if not self._inside:
+            # The weights may have changed unnoticed: FSDP2 writes them without autograd's version counters.
+            return self._compute([self._layers[i]], x)[0]
+        read, state = self._what_it_depends_on(x)
+        same = len(read) == len(self._read) and all(a is b for a, b in zip(read, self._read, strict=True))
+        if not same or state != self._state or i not in self._outputs:
+            self._outputs = dict(enumerate(self._compute(self._layers, x)))
+            self._read, self._state = read, state
+        out = self._outputs.pop(i)
+        if not self._outputs:
+            self._forget()
+        return out
+
+    def _forget(self) -> None:
+        self._outputs, self._read, self._state = {}, [], ()
+
+    def _what_it_depends_on(self, x: Tensor) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """The tensors on which outputs depend, their versions, and the gradient modes."""
+        parameters = [p for layer in self._layers for p in (layer.weight, layer.bias) if p is not None]
+        read = [x, *parameters]
+        # The compiler traces functionalised tensors, which are never overwritten.
+        if torch.compiler.is_compiling():
+            return read, (torch.is_grad_enabled(),)
+        versions = [(each.requires_grad, 0 if each.is_inference() else each._version) for each in read]
+        return read, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *versions)
+
+
+def why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
     """Why flux cannot serve a module whose weight is cut in dimension `dim`, or None."""
     if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
         return f"{type(module).__name__} is no nn.Linear"
@@ -433,58 +424,48 @@ def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
     return None
 
 
-def _are_rows(x: torch.Tensor, dim: int, p: int) -> bool:
+def _are_rows(x: Tensor, dim: int, p: int) -> bool:
     """Whether dimension `dim` of x counts rows, and is divisible by p."""
     return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
 
 
-def _replace_forward(module: nn.Linear, forward: Forward) -> None:
-    # A bound method, which copy.deepcopy binds to the copy.
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+def _with_forward(module: nn.Module, forward: Callable[[nn.Linear, Tensor], Tensor]) -> nn.Module:
+    # A bound method, which copy.deepcopy binds to the copy, with the copy's weights.
+    module.forward = MethodType(forward, module)
+    return module
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The local part of a parameter; its gradient has the placement of the parameter."""
+def local_part(parameter: Any) -> Any:
+    """The local part of a parameter, if there is one; its gradient has the placement of the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _summed_gradient(bias: torch.Tensor) -> torch.Tensor:
+def _summed_gradient(bias: Tensor) -> Tensor:
     """A replicated bias of which each rank uses a copy for its own rows."""
     assert isinstance(bias, DTensor)
     # Backward: each rank has the gradient of its rows (Partial); redistribute to Replicate sums them.
     return bias.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def _local_input(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    return x.redistribute(mesh, [layout]).to_local()
+def _local_input(x: Tensor, mesh: DeviceMesh, layout: Placement) -> Tensor:
+    return x.redistribute(mesh, [layout]).to_local() if isinstance(x, DTensor) else x
 
 
-def _laid_out(
-    out: torch.Tensor, mesh: DeviceMesh, layout: Placement, target: Placement, use_local_output: bool
-) -> torch.Tensor:
+def _laid_out(out: Tensor, mesh: DeviceMesh, layout: Placement, target: Placement, local: bool) -> Tensor:
     """A result, of which each rank has what `layout` says, as its style was asked for."""
-    if use_local_output and layout == target:
+    if local and layout == target:
         return out
     distributed = DTensor.from_local(out, mesh, [layout]).redistribute(mesh, [target])
-    return distributed.to_local() if use_local_output else distributed
+    return distributed.to_local() if local else distributed
 
 
 def _through_dtensor(
-    layers: Sequence[nn.Linear],
-    x: torch.Tensor,
-    mesh: DeviceMesh,
-    layouts: tuple[Placement, Placement, Placement],
-    use_local_output: bool,
-) -> list[torch.Tensor]:
-    """As in torch's styles: redistributes x, if they differ, from one layout to a second, and results to a
-    third.
-    """
+    layers: Sequence[nn.Linear], x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], local: bool
+) -> list[Tensor]:
+    """As in torch's styles: redistributes x from one layout to a second, and results to a third."""
     source, wanted, target = layouts
     distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source])
     if source != wanted:
         distributed = distributed.redistribute(mesh, [wanted])
-    outs: list[Any] = [nn.Linear.forward(layer, distributed) for layer in layers]
-    outs = [out.redistribute(mesh, [target]) for out in outs]
-    return [out.to_local() for out in outs] if use_local_output else outs
+    outs: list[Any] = [nn.Linear.forward(layer, distributed).redistribute(mesh, [target]) for layer in layers]
+    return [out.to_local() for out in outs] if local else outs

@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 from flux._log import say_once
-from flux.integrations.dtensor import gemm_ar
+from flux.integrations.dtensor import gemm_ar, local_part, why_not_linear
 
 __all__ = ["FluxRowwiseParallel", "install", "register", "uninstall"]
 
@@ -52,7 +52,9 @@ class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         super().install_forward(module, mesh)
         group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-        why_not = _why_not(module, group.size())
+        why_not = why_not_linear(module, group.size(), 1)
+        if why_not is None and getattr(module, "_hf_quantized_needs_local_tp", False):
+            why_not = "it is quantised"
         if why_not is None and (self.input_layouts != Shard(-1) or self.output_layouts != Replicate()):
             why_not = f"layouts are {self.input_layouts} and {self.output_layouts}"
         if why_not is not None:
@@ -62,7 +64,7 @@ class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
         name, stock = str(group.group_name), module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            weight, bias = _local(module.weight), _local(module.bias)
+            weight, bias = local_part(module.weight), local_part(module.bias)
             if isinstance(x, DTensor) or not self.use_local_output or x.dtype != weight.dtype:
                 out: torch.Tensor = stock(x)
                 return out
@@ -115,17 +117,3 @@ def uninstall() -> None:
     """
     while _replaced:
         _registry.register("rowwise", _replaced.pop())
-
-
-def _why_not(module: nn.Module, p: int) -> str | None:
-    if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
-        return "it is no nn.Linear"
-    if getattr(module, "_hf_quantized_needs_local_tp", False):
-        return "it is quantised"
-    if module.in_features % p:
-        return f"{module.in_features} columns do not divide by {p} ranks"
-    return None
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -188,7 +188,9 @@ def scaled_stays_torchs() -> None:
     w, group = torch.ones(8, 16).to(torch.float8_e4m3fn).t(), dist.group.WORLD.group_name
     called: list[Any] = []
     torchs = mock.Mock()
-    torchs.call_boxed.side_effect = lambda *arguments: called.append(arguments)
+    ours = (async_tp._all_gather_scaled_matmul, async_tp._scaled_matmul_reduce_scatter)
+    gather, scatter = (partial(async_tp._ours_or_torchs, function) for function in ours)
+    torchs.call_boxed.side_effect = lambda *arguments, **options: called.append(arguments)
     bf16, other = torch.bfloat16, torch.ones(8)
     gathers: list[tuple[Any, ...]] = [
         ([None], [one], [bf16], [True]),
@@ -197,20 +199,14 @@ def scaled_stays_torchs() -> None:
     ]
     with mock.patch.object(flux, "ag_gemm") as ag, mock.patch.object(flux, "gemm_rs") as rs:
         for options in gathers:
-            async_tp._all_gather_scaled_matmul(torchs, None, q, [w], one, [one], 0, group, *options)
+            gather(torchs, None, q, [w], one, [one], 0, group, *options)
         row_major = w.contiguous()
-        async_tp._all_gather_scaled_matmul(
-            torchs, None, q, [row_major], one, [one], 0, group, [None], [None], [bf16], [True]
-        )
+        gather(torchs, None, q, [row_major], one, [one], 0, group, [None], [None], [bf16], [True])
         scatters: list[dict[str, Any]] = [{"bias": other}, {"result_scale": one}, {"out_dtype": None}]
         for change in scatters:
             how = {"out_dtype": bf16} | change
-            async_tp._scaled_matmul_reduce_scatter(
-                torchs, None, q, w, one, one, "sum", 0, 0, group, [4, 8], **how
-            )
-        async_tp._scaled_matmul_reduce_scatter(
-            torchs, None, q, w, one, one, "max", 0, 0, group, [4, 8], out_dtype=bf16
-        )
+            scatter(torchs, None, q, w, one, one, "sum", 0, 0, group, [4, 8], **how)
+        scatter(torchs, None, q, w, one, one, "max", 0, 0, group, [4, 8], out_dtype=bf16)
     assert not ag.called and not rs.called and len(called) == len(gathers) + len(scatters) + 2
 
 

@@ -1,5 +1,6 @@
 """torchtitan on flux between CPU processes: its `tp_gemm_backend="dist_gemm"` calls the two operators of
-torch.ops.symm_mem eagerly, forward and backward; `--compile.enable_async_tensor_parallel` is inductor's pass.
+torch.ops.symm_mem eagerly, forward and backward; `--compile.enable_async_tensor_parallel` is inductor's pass
+(test_async_tp.py).
 
 With torchtitan installed, its own functions run; else stand-ins that make the same calls.
 """
@@ -8,26 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.distributed._symmetric_memory as symm_mem
-from torch.distributed.device_mesh import init_device_mesh
 
 import flux
 from flux.integrations import async_tp
 from flux.testing import spawn
 
 Tensor = torch.Tensor
-_inductor: Any = torch._inductor
-_symm_mem: Any = symm_mem
 ROWS, HIDDEN, INNER = 6, 16, 24  # of each rank
 
 
@@ -136,56 +130,6 @@ def test_dist_gemm_runs_on_flux(world_size: int) -> None:
     # Gathers: of x, of its columns for the gradient of `up`, of the gradient. Scatters: forward, backward.
     calls = {"ag_gemm": 3, "gemm_rs": 2}
     assert spawn(feed_forward, world_size, backend="gloo") == [(calls, [])] * world_size
-
-
-class Column(torch.nn.Module):
-    """A column-parallel layer with sequence parallelism, as torchtitan's blocks are compiled."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(signs(rank, INNER, HIDDEN).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        gather: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
-        result: Tensor = gather(x, 0, dist.group.WORLD) @ self.weight.t()
-        return result
-
-
-def enable_async_tensor_parallel(settings: Any, mesh: Any) -> None:
-    """torchtitan's, or what it does."""
-    try:
-        compiling = importlib.import_module("torchtitan.distributed.compile")
-    except ImportError:
-        symm_mem.enable_symm_mem_for_group(mesh.get_group().group_name)
-        _inductor.config._micro_pipeline_tp = True
-    else:
-        compiling._maybe_enable_async_tp(settings, mesh)
-
-
-def compiled_block(rank: int, p: int) -> tuple[int, int, bool]:
-    async_tp.install()
-    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
-    settings = SimpleNamespace(enable_async_tensor_parallel=True)
-    block, x = Column(rank), signs(rank, ROWS, HIDDEN).float().requires_grad_()
-    expected = block(x).detach()
-    with (
-        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
-        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
-        mock.patch.object(dist, "is_nccl_available", lambda: True),  # the pass asks, and needs it not
-        warnings.catch_warnings(),
-        _symm_mem._test_mode(),  # every group may use symmetric memory
-    ):
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_async_tensor_parallel(settings, mesh["tp"])
-        block.compile(fullgraph=True)
-        out = block(x)
-        out.sum().backward()
-    return ag.call_count, rs.call_count, torch.equal(out.detach(), expected)
-
-
-def test_compile_option_runs_on_flux() -> None:
-    # Forward one gather, backward one scatter; the gradient of the weight takes what the gather returned.
-    assert spawn(compiled_block, 2, backend="gloo", timeout_s=240) == [(1, 1, True)] * 2
 
 
 # How often torchtitan's Llama calls ag_gemm and gemm_rs in one step. In attention and MLP of two layers it

@@ -24,7 +24,7 @@ from flux.testing import spawn
 try:
     import accelerate  # noqa: F401  (transformers needs it for a plan)
     import transformers as hf
-    import transformers.distributed.tensor_parallel
+    import transformers.distributed.tensor_parallel as hf_styles
 except ImportError as error:
     pytest.skip(f"needs transformers 5.16 or newer and accelerate: {error}", allow_module_level=True)
 
@@ -126,19 +126,28 @@ def test_llama_as_without_flux(bias: bool, tmp_path: Path) -> None:
     assert spawn(work, 2, str(tmp_path), backend="gloo", timeout_s=300) == [{}] * 2
 
 
-def test_what_stays_with_transformers() -> None:
+def test_what_stays_with_transformers(caplog: pytest.LogCaptureFixture) -> None:
     from flux.integrations import transformers as ours
 
     class Quantised(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return input
+        pass
 
-    assert ours._why_not(nn.Linear(8, 4), 2) is None
-    assert ours._why_not(nn.Linear(7, 4), 2) == "7 columns do not divide by 2 ranks"
-    assert ours._why_not(Quantised(8, 4), 2) == "it is no nn.Linear"
-    linear = nn.Linear(8, 4)
-    linear._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
-    assert ours._why_not(linear, 2) == "it is quantised"
+    layers = [nn.Embedding(8, 4), nn.Linear(7, 4), Quantised(8, 4)]
+    layers[2]._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+    mesh = mock.Mock(ndim=1, get_group=lambda: mock.Mock(size=lambda: 2))
+    with (
+        caplog.at_level(logging.INFO, "flux"),
+        mock.patch.object(hf_styles.RowwiseParallel, "install_forward"),
+    ):
+        for layer in layers:
+            forward = layer.forward
+            assert ours.FluxRowwiseParallel().install_forward(layer, mesh) is layer
+            assert layer.forward == forward
+    assert [message.partition("with transformers: ")[2] for message in caplog.messages] == [
+        "Embedding is no nn.Linear",
+        "a weight [4, 7] does not divide by 2 ranks",
+        "it is quantised",
+    ]
 
 
 def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron_models import SWIGLU, Calls, OnCpu, Told, forward, grouped_config, grouped_pair
+from megatron_models import (
+    SWIGLU,
+    Calls,
+    OnCpu,
+    Told,
+    forward,
+    grouped_config,
+    grouped_pair,
+    replicas,
+    summed_grads,
+)
 from test_megatron import assert_alike
 from test_megatron_moe import facts, groups, train
 
@@ -49,17 +59,11 @@ def grouped_equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -
         assert coverage(ours)["decoder.layers.0.mlp"] is None
         for (n, p), (m, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
             assert n == m and (".experts." not in n or vars(p) == vars(q)), f"{name}: {n}"
-        (loss, grads, none), (our_loss, our_grads, calls) = train(stock, seed), train(ours, seed)
+        (*expected, none), (*found, calls) = train(stock, seed), train(ours, seed)
         rows = ["activate_rows"] if "recomputed" in name else []  # of others than SwiGLU: Megatron's code
         assert not none and calls == ["route", "ag_scatter_gemm", *rows, "gemm_gather_rs"] * 2, (name, calls)
-        assert len(of_experts(stock)) >= 8 and our_grads.keys() == grads.keys()
-        assert all(grads[n] is not None for n in of_experts(stock))
-        try:
-            assert_alike(our_loss, loss)
-            assert_alike(our_grads, grads)
-        except AssertionError as error:
-            error.add_note(name)
-            raise
+        assert len(of_experts(stock)) >= 8 and all(expected[1][n] is not None for n in of_experts(stock))
+        assert_alike(found, expected, name)
     assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
     with torch.no_grad():
         for p in ours.parameters():
@@ -72,33 +76,24 @@ def grouped_equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -
 
 def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """Two micro-batches into main_grad, with weights in the distributed optimizer's buffer, not copied."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
     from flux.integrations.megatron import accumulate_into_main_grad
 
     config, grads = grouped_config(layout, **SWIGLU), []
     stock, ours = grouped_pair(config, rank)
     models = ((stock, False), (ours, False), (grouped_pair(config, rank)[1], True))
-    options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-        overlap_grad_reduce=True,
-    )
+    overlap = {"overlap_param_gather": True, "overlap_grad_reduce": True}
     with OnCpu():
         for model, by_flux in models:
             accumulate_into_main_grad(model, by_flux)
             before = {p.data_ptr() for p in of_experts(model).values()}
-            wrapped = DistributedDataParallel(config, options, model)
+            wrapped = replicas(model, use_distributed_optimizer=True, **overlap)
             assert not before & {p.data_ptr() for p in of_experts(model).values()}, "they lie in its buffer"
             with copies(model) as copied, Calls() as calls:
                 with wrapped.no_sync():
                     forward(wrapped, rank).backward()
                 forward(wrapped, 2 + rank).backward()
             assert not copied() and (len(calls.names) > 0) == (model is not stock)
-            finalize_model_grads([wrapped])
-            grads.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+            grads.append(summed_grads(wrapped))
             assert {p.grad_added_to_main_grad for p in of_experts(model).values()} == {by_flux}
     assert all(grads[0][name].any() for name in of_experts(stock))
     assert_alike(grads[1], grads[0])
@@ -152,50 +147,34 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     assert_alike((loss, grads), expected)
     hook.remove()
     assert len(train(ours, rank)[2]) == 6
-    changes: list[tuple[Any, str, Any, str]] = [
-        (config, option, value, reason)
-        for option, value, reason in (
-            ("fp8", "hybrid", "its experts compute in fp8 or fp4"),
-            ("add_bias_linear", True, "its experts have biases"),
-            ("use_te_activation_func", True, "its activation is Transformer Engine's"),
-            ("moe_apply_probs_on_input", True, "probabilities are applied before the experts"),
-            ("delay_wgrad_compute", True, "Transformer Engine delays the gradients of its weights"),
-            ("quant_recipe", object(), "its experts have a recipe of quantization"),
-        )
-    ]
-    changes += [
-        (experts, "_with_fused_impl", True, "its experts are one operation of Transformer Engine's"),
-        (
-            experts.linear_fc2.weight1,
-            "gtp_remat_size",
-            2,
-            "the weights of its experts are split over another group too (generalized tensor parallelism)",
-        ),
-    ]
-    for target, name, value, reason in changes:
-        with mock.patch.object(target, name, value, create=True):
-            assert layer._reason(groups()) == reason
-    several: list[tuple[dict[str, Any], str]] = [
-        (
-            {"gated_linear_unit": True, "moe_mlp_glu_interleave_size": 32},
-            "gates and ups alternate in its experts' weights",
-        ),
-        (
-            {"bias_activation_fusion": True, "activation_func_fp8_input_store": True},
-            "its activation keeps its input in fp8",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "its activation is recomputed",
-        ),
-        (
-            {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
-            "activations of its experts are offloaded to the CPU",
-        ),
-    ]
-    for options, reason in several:
+    # Beside those of all experts (test_megatron_moe.py).
+    of_config: dict[str, dict[str, Any]] = {
+        "Transformer Engine delays the gradients of its weights": {"delay_wgrad_compute": True},
+        "its experts have a recipe of quantization": {"quant_recipe": object()},
+        "gates and ups alternate in its experts' weights": {
+            "gated_linear_unit": True,
+            "moe_mlp_glu_interleave_size": 32,
+        },
+        "its activation keeps its input in fp8": {
+            "bias_activation_fusion": True,
+            "activation_func_fp8_input_store": True,
+        },
+        "its activation is recomputed": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act"],
+        },
+        "activations of its experts are offloaded to the CPU": {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["expert_fc1"],
+        },
+    }
+    for reason, options in of_config.items():
         with mock.patch.multiple(config, create=True, **options):
             assert layer._reason(groups()) == reason
+    with mock.patch.object(experts, "_with_fused_impl", True, create=True):
+        assert layer._reason(groups()) == "its experts are one operation of Transformer Engine's"
+    with mock.patch.object(experts.linear_fc2.weight1, "gtp_remat_size", 2, create=True):
+        assert "are split over another group too (generalized" in str(layer._reason(groups()))
     weight = experts.linear_fc1._parameters.pop("weight0")
     assert layer._reason(groups()) == "the weights of its experts are one parameter"
     experts.linear_fc1._parameters["weight0"] = weight

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron_models import SWIGLU, Calls, forward, make_moe_config, moe_pair
+from megatron_models import SWIGLU, Calls, forward, make_moe_config, moe_pair, replicas, summed_grads
 from test_megatron import assert_alike
 
 
@@ -70,9 +70,6 @@ def gradients_of_scores(rank: int, world_size: int, layout: dict[str, Any]) -> N
 
 def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """delay_wgrad_compute: backward_dw computes gradients of experts, and calls data parallelism's hooks."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
     from flux.integrations.megatron import accumulate_into_main_grad
 
     config, grads = make_moe_config(layout, moe_shared_expert_intermediate_size=16), []
@@ -81,10 +78,7 @@ def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> Non
     models += [moe_pair(config, rank)[1] for _ in range(2)]
     for number, model in enumerate(models):
         accumulate_into_main_grad(model, number == 2)
-        options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=False, delay_wgrad_compute=number > 0
-        )
-        wrapped = DistributedDataParallel(config, options, model)
+        wrapped = replicas(model, delay_wgrad_compute=number > 0)
         with Calls() as calls:
             for seed in (rank, 2 + rank):
                 forward(wrapped, seed).backward()
@@ -96,7 +90,6 @@ def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> Non
                 layer.mlp.backward_dw(routed_experts=False, shared_experts=True)
                 layer.mlp.backward_dw()
                 layer.self_attention.backward_dw()
-        finalize_model_grads([wrapped])
-        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+        grads.append(summed_grads(wrapped))
     assert_alike(grads[1], grads[0])
     assert_alike(grads[2], grads[0])

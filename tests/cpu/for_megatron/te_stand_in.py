@@ -39,56 +39,74 @@ def norm(
     return nn.functional.layer_norm(x.to(wide), weight.shape, scale, shift, eps).to(weight.dtype)
 
 
-class Module(nn.Module):
-    """What all classes have: the tensor-parallel group, and gradients that wait for backward_dw."""
+class ExtraState:
+    """What checkpoints have of modules beside parameters: nothing."""
 
-    def _begin(
-        self, options: dict[str, Any], in_features: int, out_features: int, bias: bool, return_bias: bool
+    def get_extra_state(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def mark(parameter: Any, is_split: bool, dimension: int) -> None:
+    """As Transformer Engine marks parameters of parallel layers."""
+    parameter.tensor_model_parallel, parameter.partition_dim = is_split, dimension
+    parameter.partition_stride = 1
+
+
+class Linear(ExtraState, nn.Module):
+    """With a tensor-parallel group, and gradients that wait for backward_dw."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        **options: Any,
     ) -> None:
+        super().__init__()
         self.parallel_mode = options.get("parallel_mode")
         self.tp_group, self.tp_size = options.get("tp_group"), options.get("tp_size", 1)
         self.sequence_parallel = bool(options.get("sequence_parallel")) and self.tp_size > 1
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.fuse_wgrad_accumulation = options.get("fuse_wgrad_accumulation", False)
-        split = {"column": (self.tp_size, 1), "row": (1, self.tp_size)}.get(self.parallel_mode or "", (1, 1))
+        is_row, is_column = (self.parallel_mode == mode for mode in ("row", "column"))
         where = {"dtype": options.get("params_dtype"), "device": options.get("device")}
-        self.in_features, self.out_features = in_features // split[1], out_features // split[0]
+        self.in_features = in_features // (self.tp_size if is_row else 1)
+        self.out_features = out_features // (self.tp_size if is_column else 1)
         self.weight = make_weight((self.out_features, self.in_features), options.get("init_method"), **where)
-        for name, size in (("weight", None), ("bias", self.out_features if bias else None)):
-            if size is not None:
-                self.bias = nn.Parameter(torch.zeros(size, **where))
-            if hasattr(self, name) and self.parallel_mode is not None:
-                parameter = getattr(self, name)
-                is_split = name == "weight" or self.parallel_mode == "column"
-                parameter.tensor_model_parallel = is_split
-                parameter.partition_dim = 1 if self.parallel_mode == "row" and is_split else 0
-                parameter.partition_stride = 1
-        if bias and self.parallel_mode == "row":
+        self.bias: Any = nn.Parameter(torch.zeros(self.out_features, **where)) if bias else torch.empty(0)
+        if self.parallel_mode is not None:
+            mark(self.weight, True, int(is_row))
+        if bias and self.parallel_mode is not None:
+            mark(self.bias, is_column, 0)
+        if bias and is_row:
             self.bias.sequence_parallel = self.sequence_parallel
-        if not bias:
-            self.bias = torch.empty(0)
         self.waiting: deque[tuple[Tensor, Tensor]] | None = None
         self.hooks: list[Callable[[], None]] = []
         if options.get("delay_wgrad_compute"):
             self.waiting = deque()
-            self.weight.skip_backward_post_hook = True
+            self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
-    def _product(self, x: Tensor) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core.tensor_parallel import mappings
 
-        group = {"group": self.tp_group}
-        if self.parallel_mode == "column" and self.tp_size > 1:
-            if self.sequence_parallel:
-                x = mappings.gather_from_sequence_parallel_region(x, **group)
-            else:
-                x = mappings.copy_to_tensor_model_parallel_region(x, **group)
-        y = x @ self.weight.t() if self.waiting is None else _Delayed.apply(x, self.weight, self.waiting)
-        if self.parallel_mode == "row" and self.tp_size > 1:
-            if self.sequence_parallel:
-                y = mappings.reduce_scatter_to_sequence_parallel_region(y, **group)
-            else:
-                y = mappings.reduce_from_tensor_model_parallel_region(y, **group)
+        kind = "sequence" if self.sequence_parallel else "tensor"
+        on_ranks = {
+            ("column", "sequence"): mappings.gather_from_sequence_parallel_region,
+            ("column", "tensor"): mappings.copy_to_tensor_model_parallel_region,
+            ("row", "sequence"): mappings.reduce_scatter_to_sequence_parallel_region,
+            ("row", "tensor"): mappings.reduce_from_tensor_model_parallel_region,
+        }.get((self.parallel_mode, kind) if self.tp_size > 1 else ("", ""))
+        if on_ranks is not None and self.parallel_mode == "column":
+            inp = on_ranks(inp, group=self.tp_group)
+        y = inp @ self.weight.t() if self.waiting is None else _Delayed.apply(inp, self.weight, self.waiting)
+        if on_ranks is not None and self.parallel_mode == "row":
+            y = on_ranks(y, group=self.tp_group)
         if self.apply_bias:
             y = y + self.bias
         return (y, self.bias) if self.return_bias else y
@@ -103,12 +121,6 @@ class Module(nn.Module):
         self.weight.grad = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         for hook in self.hooks:
             hook()
-
-    def get_extra_state(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         self.tp_group = group
@@ -128,64 +140,40 @@ class _Delayed(torch.autograd.Function):
         return grad @ weight, None, None
 
 
-class Linear(Module):
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        return_bias: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self._begin(options, in_features, out_features, bias, return_bias)
-
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._product(inp)
-
-
-class LayerNormLinear(Module):
+class LayerNormLinear(Linear):
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
         eps: float = 1e-5,
-        bias: bool = True,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__()
-        if return_layernorm_output:
-            raise NotImplementedError("stand-in: return_layernorm_output")
-        self._begin(options, in_features, out_features, bias, return_bias)
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        super().__init__(in_features, out_features, **options)
+        assert not options.get("return_layernorm_output")
         like = {"dtype": self.weight.dtype, "device": self.weight.device}
-        self.layer_norm_weight = nn.Parameter(
-            torch.full((in_features,), float(not zero_centered_gamma), **like)
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        of_norm = norm_parameters(
+            normalization, in_features, zero_centered_gamma, self.sequence_parallel, like
         )
-        self.layer_norm_bias = (
-            nn.Parameter(torch.zeros(in_features, **like)) if normalization == "LayerNorm" else None
-        )
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight, self.layer_norm_bias = of_norm
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._product(
-            norm(
-                inp,
-                self.normalization,
-                self.layer_norm_weight,
-                self.layer_norm_bias,
-                self.eps,
-                self.zero_centered_gamma,
-            )
-        )
+        of_norm = (self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        return super().forward(norm(inp, *of_norm, self.zero_centered_gamma))
+
+
+def norm_parameters(
+    kind: str, size: int, zero_centered: bool, sequence_parallel: bool, like: dict[str, Any]
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    weight = nn.Parameter(torch.full((size,), float(not zero_centered), **like))
+    bias = nn.Parameter(torch.zeros(size, **like)) if kind == "LayerNorm" else None
+    for parameter in (weight, bias):
+        if parameter is not None:
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    return weight, bias
 
 
 class _Norm(nn.Module):
@@ -204,13 +192,10 @@ class _Norm(nn.Module):
         super().__init__()
         normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         assert normalized_shape is not None
-        like = {"dtype": params_dtype, "device": device}
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.full((normalized_shape,), float(not zero_centered_gamma), **like))
-        self.bias = nn.Parameter(torch.zeros(normalized_shape, **like)) if self.kind == "LayerNorm" else None
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                parameter.sequence_parallel = sequence_parallel
+        like = {"dtype": params_dtype, "device": device}
+        of_norm = (self.kind, normalized_shape, zero_centered_gamma, sequence_parallel)
+        self.weight, self.bias = norm_parameters(*of_norm, like)
 
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.kind, self.weight, self.bias, self.eps, self.zero_centered_gamma)
@@ -224,7 +209,7 @@ class RMSNorm(_Norm):
     kind = "RMSNorm"
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(ExtraState, nn.Module):
     """Causal attention of [sequence, batch, heads, size]."""
 
     def __init__(
@@ -248,14 +233,8 @@ class DotProductAttention(nn.Module):
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def get_extra_state(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8)
 
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-
-class GroupedLinear(nn.Module):
+class GroupedLinear(ExtraState, nn.Module):
     """One product for each expert, whose rows follow each other, and one weight: weight0, weight1, ..."""
 
     single_grouped_weight = fp8 = fp8_calibration = False
@@ -283,10 +262,7 @@ class GroupedLinear(nn.Module):
         where = {"dtype": options.get("params_dtype"), "device": options.get("device")}
         for i in range(num_gemms):
             weight = make_weight((self.out_features, self.in_features), options.get("init_method"), **where)
-            # As Transformer Engine marks weights.
-            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-            weight.partition_dim = 1 if parallel_mode == "row" else 0  # type: ignore[attr-defined]
-            weight.partition_stride = 1  # type: ignore[attr-defined]
+            mark(weight, True, int(parallel_mode == "row"))
             self.register_parameter(f"weight{i}", weight)
             of_expert = torch.zeros(self.out_features, **where)
             setattr(self, f"bias{i}", nn.Parameter(of_expert) if bias else of_expert[:0])
@@ -303,12 +279,6 @@ class GroupedLinear(nn.Module):
         return (product, biases) if self.return_bias else product
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        pass
-
-    def get_extra_state(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
         pass
 
 

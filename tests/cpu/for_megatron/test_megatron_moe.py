@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
-import traceback
 import types
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Answers
 from megatron_models import (
     BATCH,
     HIDDEN,
@@ -28,16 +28,15 @@ from megatron_models import (
     forward,
     make_moe_config,
     moe_pair,
-    prepare_layout,
+    needs_megatron,
+    replicas,
+    run_in_layouts,
+    summed_grads,
 )
 from megatron_moe_steps import delayed_gradients, gradients_of_scores, what_training_costs
 from test_megatron import assert_alike
 
-from flux.testing import spawn
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+pytestmark = needs_megatron
 
 MODELS: dict[str, dict[str, Any]] = {
     "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
@@ -96,14 +95,11 @@ def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         )
         for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
             assert vars(p) == vars(q), f"{name}: {n}"
-        loss, grads, _ = train(stock, seed)
-        our_loss, our_grads, calls = train(ours, seed)
+        expected, (loss, grads, calls) = train(stock, seed)[:2], train(ours, seed)
         activation = ["activate_rows"] if name == "swiglu" else []  # of others: Megatron's code
         assert calls == ["route", "ag_scatter_gemm", *activation, "gemm_gather_rs"] * 2, calls
-        assert our_grads.keys() == grads.keys()
         assert sum(".local_experts." in n for n in grads) >= 8 and any("router" in n for n in grads)
-        assert_alike(our_loss, loss)
-        assert_alike(our_grads, grads)
+        assert_alike((loss, grads), expected, name)
         with torch.no_grad():
             assert_alike(forward(ours.eval(), seed), forward(stock.eval(), seed))
     assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
@@ -125,21 +121,16 @@ def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None
     """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32: by its hooks, and by
     flux's GEMMs.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
     from flux.integrations.megatron import accumulate_into_main_grad
 
     config, grads = make_moe_config(layout, moe_aux_loss_coeff=0.1), []
     stock, ours = moe_pair(config, rank)
     for model, by_flux in ((stock, False), (ours, False), (moe_pair(config, rank)[1], True)):
         accumulate_into_main_grad(model, by_flux)
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        wrapped = DistributedDataParallel(config, options, model)
+        wrapped = replicas(model)
         for seed in (rank, 2 + rank):
             forward(wrapped, seed).backward()
-        finalize_model_grads([wrapped])
-        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+        grads.append(summed_grads(wrapped))
         added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
         assert added == {by_flux}
     assert_alike(grads[1], grads[0])
@@ -184,8 +175,8 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     assert not calls
     assert_alike((loss, grads), train(stock, rank)[:2])
     for option, value, reason in (
-        ("fp8", "hybrid", "fp8"),
-        ("fp4", "e2m1", "fp4"),
+        ("fp8", "hybrid", "its experts compute in fp8 or fp4"),
+        ("fp4", "e2m1", "its experts compute in fp8 or fp4"),
         ("use_te_activation_func", True, "activation is Transformer Engine's"),
         ("moe_apply_probs_on_input", True, "probabilities are applied before"),
         ("moe_pad_expert_input_to_capacity", True, "padded to their capacity"),
@@ -195,10 +186,8 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         ("moe_token_dispatcher_type", "flex", "dispatcher is flex"),
         ("moe_router_topk", 17, "more than 16 experts"),
     ):
-        before = getattr(layer.config, option, None)
-        setattr(layer.config, option, value)
-        assert reason in layer._reason(groups())
-        setattr(layer.config, option, before)
+        with mock.patch.object(layer.config, option, value, create=True):
+            assert reason in layer._reason(groups())
     of_ranks = groups()
     of_ranks.tp_ep = types.SimpleNamespace(size=of_ranks.tp_ep.size, rank=lambda: 1 - rank)
     assert layer._reason(of_ranks) == "the ranks of its group are in another order"
@@ -278,8 +267,6 @@ def under_autocast(rank: int, world_size: int, layout: dict[str, Any]) -> None:
 
 def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """overlap_param_gather: Megatron's data parallelism gathers parameters while the layers before run."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
     from flux.integrations.megatron import accumulate_into_main_grad, convert_model
@@ -289,14 +276,8 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
         if number:
             convert_model(model)
             accumulate_into_main_grad(model)
-        options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlaps,
-            overlap_param_gather=overlaps,
-            bucket_size=1000,
-        )
-        wrapped = DistributedDataParallel(config, options, model)
+        overlap = {"overlap_grad_reduce": overlaps, "overlap_param_gather": overlaps}
+        wrapped = replicas(model, use_distributed_optimizer=True, bucket_size=1000, **overlap)
         found = []
         for step in range(3):
             wrapped.zero_grad_buffer()
@@ -304,7 +285,7 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
                 loss = forward(wrapped, 10 * step + replica)
             assert len(calls.names) == (6 if number else 0), calls.names
             loss.backward()
-            finalize_model_grads([wrapped])
+            summed_grads(wrapped)
             found.append(loss.detach())
             # In place of the optimizer, which wants CUDA tensors: each rank has its part of the parameters.
             for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
@@ -333,8 +314,6 @@ def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -
     """Each pass reads the experts' weights where they lie: laid out at conversion, and in the buffer of the
     distributed optimizer. The results are those of copies.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     from flux.integrations.megatron import convert_model
 
     config = make_moe_config(layout, **SWIGLU)
@@ -382,8 +361,7 @@ def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -
         assert copies_of(lambda: assert_alike(train(ours, rank)[:2], train(stock, rank)[:2])) == 0
         before, grads = addresses(), train(stock, rank)[1]
         ours.zero_grad(set_to_none=True)
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        wrapped = DistributedDataParallel(config, options, ours)
+        wrapped = replicas(ours, use_distributed_optimizer=True)
         assert not set(before) & set(addresses()), "they lie in its buffer"
         assert copies_of(lambda: forward(wrapped, rank).backward()) == 0
         assert_alike({n: p.main_grad for n, p in ours.named_parameters()}, grads)
@@ -433,25 +411,6 @@ def groups() -> Any:
     return get_default_pg_collection()
 
 
-def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    from megatron.core import parallel_state
-
-    answers = {}
-    for layout_name, (size, layout) in LAYOUTS.items():
-        if size != world_size:
-            continue
-        prepare_layout(layout)
-        for scenario in SCENARIOS[layout_name]:
-            try:
-                scenario(rank, world_size, layout)
-                answer = ""
-            except Exception:
-                answer = traceback.format_exc()
-            answers[f"{layout_name}: {scenario.__name__}"] = answer
-        parallel_state.destroy_model_parallel()
-    return answers
-
-
 SCENARIOS = {
     "TP 2": (equal_to_stock,),
     "EP 2": (
@@ -473,12 +432,10 @@ SCENARIOS = {
 }
 NAMES = [(LAYOUTS[layout][0], f"{layout}: {s.__name__}") for layout, part in SCENARIOS.items() for s in part]
 # Importing Megatron takes most of the time: one set of processes per world size runs all layouts.
-_answers: dict[int, list[dict[str, str]]] = {}
+answers = Answers(partial(run_in_layouts, SCENARIOS), timeout_s=240)
 
 
 @pytest.mark.parametrize(("world_size", "name"), NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_experts_equal_stock_megatron(world_size: int, name: str) -> None:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=240)
-    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+    assert answers.of(world_size, name) == [""] * world_size

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import Told, make_config, prepare
+from megatron_models import Told, make_config, needs_megatron, prepare
 
 from flux.testing import spawn
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+pytestmark = needs_megatron
 
 
 def falls_back(rank: int, world_size: int) -> None:

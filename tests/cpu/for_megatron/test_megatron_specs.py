@@ -5,7 +5,6 @@ processes.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ from megatron_models import (
     flux_layers,
     make_config,
     make_model,
+    needs_megatron,
     prepare,
     sizes,
 )
 from test_megatron import assert_alike, train
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+pytestmark = needs_megatron
 
 
 def get_stock_spec(config: Any) -> Any:
@@ -187,11 +185,7 @@ def builders_of_flags(rank: int, world_size: int) -> None:
 
 
 SCENARIOS = by_name(
-    nested_specs,
-    spec_of_the_command_line,
-    multi_token_prediction,
-    layers_of_other_classes,
-    builders_of_flags,
+    nested_specs, spec_of_the_command_line, multi_token_prediction, layers_of_other_classes, builders_of_flags
 )
 
 

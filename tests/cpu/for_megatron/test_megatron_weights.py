@@ -4,7 +4,6 @@ and gradients do not depend on it. Integers, so that sums are exact.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import Calls
+from megatron_models import Calls, needs_megatron
 
 from flux.moe import route
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+pytestmark = needs_megatron
 
 EXPERTS, TOKENS, HIDDEN, COLUMNS = 3, 5, 8, 12
 IDS = torch.tensor([[0, 1], [2, 0], [1, 2], [2, -1], [0, 2]])
@@ -41,7 +38,7 @@ def apart() -> tuple[Weights, Weights]:
 
 
 def together() -> tuple[Weights, Weights]:
-    from flux.integrations.megatron.weights import lay_out
+    from flux.integrations.megatron.experts import lay_out
 
     first, second = apart()
     lay_out(first)
@@ -258,7 +255,7 @@ def test_what_autograd_gets_for_main_grads_takes_the_memory_of_one_weight() -> N
 
 
 def test_a_view_reads_the_weights_themselves() -> None:
-    from flux.integrations.megatron.weights import stacked
+    from flux.integrations.megatron.experts import stacked
 
     for name, (make, in_place) in LAYOUTS.items():
         for weights in make():
@@ -279,7 +276,7 @@ def test_a_view_reads_the_weights_themselves() -> None:
 
 
 def test_what_is_copied() -> None:
-    from flux.integrations.megatron.weights import stacked
+    from flux.integrations.megatron.experts import stacked
 
     flat = torch.arange(400.0)
 
@@ -316,7 +313,7 @@ def test_what_is_copied() -> None:
 
 def test_compiled_layers_copy() -> None:
     """A graph may get weights with other addresses than those it was traced with."""
-    from flux.integrations.megatron.weights import stacked
+    from flux.integrations.megatron.experts import stacked
 
     first, _ = together()
     compiled = torch.compile(lambda weights: stacked(weights)[0] + 1, backend="aot_eager", fullgraph=True)
@@ -326,7 +323,7 @@ def test_compiled_layers_copy() -> None:
 
 
 def test_laying_out_keeps_parameters() -> None:
-    from flux.integrations.megatron.weights import lay_out
+    from flux.integrations.megatron.experts import lay_out
 
     weights, _ = apart()
     originals, identities = [w.detach().clone() for w in weights], [id(w) for w in weights]
@@ -352,7 +349,7 @@ def test_laying_out_keeps_parameters() -> None:
 
 
 def test_what_is_left_alone() -> None:
-    from flux.integrations.megatron.weights import lay_out
+    from flux.integrations.megatron.experts import lay_out
 
     def moves(weights: list[Any]) -> bool:
         before = [w.data_ptr() for w in weights]

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import vllm_stand_in as stand_in
 from cases import Answers
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import config as inductor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear
-from vllm_stand_in import define_all_reduce, define_norm, exact_norm
+from vllm_stand_in import define_all_reduce, define_norm, exact_norm, inputs, trace, vllms_operators  # noqa: F401  (a fixture)
 
 import flux
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import rows, sequence
+from flux.integrations.vllm.behind_norm import drop_marks, fuse_quantisation
+from flux.integrations.vllm.graph import unshard
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
-from flux.integrations.vllm.unshard import unshard
 from flux.testing import spawn
 
 N, LAYERS, FROM, SEQUENCE_FROM = 256, 3, 3, 6
@@ -62,6 +63,13 @@ def define_quantisation() -> Any:
     library.impl("quantise_here", quantise, "CPU")
     library.impl("quantise_here", lambda q, x, scale: None, "Meta")
     return library
+
+
+@pytest.fixture(autouse=True)
+def operators(vllms_operators: None) -> Iterator[None]:  # noqa: F811
+    library = define_quantisation()
+    yield
+    del library
 
 
 def quantised(x: Any, w: dict[str, Any], quant: str) -> Any:
@@ -124,21 +132,8 @@ def model(x: Any, w: dict[str, Any], group: str, rank: int, quant: str, with_flu
 
 
 def traced(group: str, rank: int, quant: str, with_flux: bool = True) -> fx.GraphModule:
-    """The model's graph, as dynamo gives it to vLLM."""
-    found = []
-
-    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        found.append(graph)
-        return lambda *inputs: [torch.zeros(9, N)]
-
-    torch._dynamo.reset()
-    x, w = torch.zeros(9, N), weights(0, quant)
-    torch._dynamo.mark_dynamic(x, 0)
-    run = torch.compile(
-        lambda x, w: model(x, w, group, rank, quant, with_flux), backend=backend, fullgraph=True
-    )
-    run(x, w)
-    return found[0]
+    run = lambda x, w: model(x, w, group, rank, quant, with_flux)  # noqa: E731
+    return trace(run, torch.zeros(9, N), weights(0, quant))
 
 
 def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Scaling | None) -> int:
@@ -152,16 +147,10 @@ def rewritten(group: str, rank: int, quant: str) -> fx.GraphModule:
 
 
 def in_sequence(module: fx.GraphModule) -> fx.GraphModule:
-    assert sequence.shard(module.graph, begins) == sequence.Sharded(2 * LAYERS, SEQUENCE_FROM)
+    assert sequence.shard(module.graph, begins) == SEQUENCE_FROM
     module.graph.lint()
     module.recompile()
     return module
-
-
-def given(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list[Any]:
-    """For a traced graph, whose placeholders are called after what they hold."""
-    values = {"L_x_": x, **{f"L_w_{name}_": weight for name, weight in w.items()}}
-    return [values.get(node.target, len(x)) for node in graph.find_nodes(op="placeholder")]
 
 
 def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
@@ -171,7 +160,7 @@ def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
     sharded = in_sequence(copy.deepcopy(layers))
     for m in (1, FROM - 1, FROM, SEQUENCE_FROM - 1, SEQUENCE_FROM, 7, 8, 9, 13):
         x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
-        (expected,) = stock(*given(stock.graph, x, w))
+        (expected,) = stock(*inputs(stock.graph, x, w))
         for name, module in (("layers", layers), ("sharded", sharded)):
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
@@ -179,7 +168,7 @@ def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
                 mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
                 mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
             ):
-                (result,) = module(*given(module.graph, x, w))
+                (result,) = module(*inputs(module.graph, x, w))
             own = name == "sharded" and m >= SEQUENCE_FROM
             calls = [sums.call_count, scatters.call_count, gathers.call_count]
             fused = 2 * LAYERS if m >= FROM and not own else 0
@@ -200,15 +189,12 @@ def test_it_computes_the_same(quant: str, world_size: int) -> None:
 
 
 def lowered(module: fx.GraphModule, quant: str) -> fx.Graph:
-    """The graph in aten's operators, in which vLLM's passes see it."""
-    values = given(module.graph, torch.zeros(9, N), weights(0, quant))
+    values = inputs(module.graph, torch.zeros(9, N), weights(0, quant))
     if quant == "written":
         return functional(module, values)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    sizes = [value for value in values if not isinstance(value, torch.Tensor)]
-    made = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
-    made.graph.eliminate_dead_code()
-    return made.graph
+    graph = stand_in.lowered(module, values)
+    graph.eliminate_dead_code()
+    return graph
 
 
 def functional(module: fx.GraphModule, values: list[Any]) -> fx.Graph:
@@ -242,7 +228,6 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
     """Below the first batch of flux, nothing of flux is left, and nothing of vLLM's is lost. With "written",
     neither is a quantisation whose result is what it has written to.
     """
-    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
     stock = lowered(traced("7", 0, quant, False), quant)
     graph = lowered(rewritten("7", 0, quant) if with_sequence else traced("7", 0, quant), quant)
     unshard(graph, FROM - 1)
@@ -257,44 +242,6 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
         # Each of vLLM's products reads what its own quantisation has written.
         written = graph.find_nodes(op="call_function", target=auto_functionalized)
         assert len(written) == 4 * LAYERS and all(node.users for node in written)
-    del libraries
-
-
-@pytest.mark.parametrize("quant", QUANTS)
-def test_in_a_range_of_flux_vllms_products_go(quant: str) -> None:
-    libraries = [define_all_reduce(), define_norm()]
-    graph = lowered(rewritten("7", 0, quant), quant)
-    unshard(graph, SEQUENCE_FROM - 1)
-    graphs.drop_products(graph, FROM - 1)
-    assert names(graph)["mm"] + names(graph)["addmm"] == 4 * LAYERS, "this range begins below"
-    graphs.drop_products(graph, FROM)
-    assert graphs.fuse_norm(graph, FROM) == 2 * LAYERS
-    graph.lint()
-    # Those of column-parallel layers stay vLLM's, of row-parallel ones what quantises the rows.
-    expected = {"addmm": LAYERS, "mm": LAYERS, "linear_all_reduce_norm": 2 * LAYERS, "quantize": 4 * LAYERS}
-    assert names(graph) == {**expected, "quantised_rows": 2 * LAYERS}
-    for node in graph.find_nodes(op="call_function", target=ours.linear_all_reduce_norm.default):
-        assert [str(graphs.value(scale).dtype) for scale in node.args[7:]] == ["torch.float32"] * 2
-    del libraries
-
-
-@pytest.mark.parametrize("quant", QUANTS)
-def test_in_sequence_parallel_ranges_too(quant: str) -> None:
-    libraries = [define_all_reduce(), define_norm()]
-    graph = lowered(rewritten("7", 0, quant), quant)
-    unshard(graph, 512)
-    assert names(graph)["norm_gather"] == 2 * LAYERS
-    graphs.drop_products(graph, SEQUENCE_FROM)
-    drop_marks(graph)
-    graph.lint()
-    assert names(graph) == {
-        "addmm": 1,  # behind the embedding, whose rows are whole
-        "linear_scatter": 2 * LAYERS,
-        "norm_gather": 1,  # for the head
-        "norm_gather_linear": 2 * LAYERS - 1,
-        "quantize": 2 * LAYERS + 1,
-    }
-    del libraries
 
 
 def with_norms(module: fx.GraphModule, quant: str, group: str, sums: str) -> fx.Graph:
@@ -341,14 +288,15 @@ def quantises_so(module: fx.GraphModule, rank: int, quant: str, sums: str) -> li
         wrong.append("not all are quantised")
     drop_marks(fused)
     fused.lint()
-    found, name = names(fused), "all_reduce_" if sums == "other sums" else "linear_all_reduce_norm_"
-    if found.get(f"{name}quant") != 2 * LAYERS - 1 or "quantised_rows" in found:
-        wrong.append(str(found))
+    of_sums = torch.ops.flux.all_reduce_quant.default if sums == "other sums" else "linear_all_reduce_norm"
+    made = [node for node in graphs.calls_of(fused, of_sums) if isinstance(node.args[-1], bool)]
+    if len(made) != 2 * LAYERS - 1 or "quantised_rows" in names(fused):
+        wrong.append(str(names(fused)))
     # Of vLLM's quantisations there are those in front of row-parallel layers, and of the embedding.
     by = "auto_functionalized" if quant == "written" else "quantize"
     if sum(kind.startswith((by, f"flux.{by}")) for kind in kinds(fused)) != 2 * LAYERS + 1:
         wrong.append(str(kinds(fused)))
-    values = given(module.graph, torch.randn(9, N, generator=torch.Generator().manual_seed(1)), w)
+    values = inputs(module.graph, torch.randn(9, N, generator=torch.Generator().manual_seed(1)), w)
     tensors = [value for value in values if quant == "written" or isinstance(value, torch.Tensor)]
     results = [fx.GraphModule(module, graph)(*tensors) for graph in (stock, fused)]
     if not torch.equal(*(result[0] for result in results)):
@@ -368,7 +316,6 @@ def test_rows_are_quantised_with_the_norm(quant: str, sums: str) -> None:
 
 @pytest.mark.parametrize("case", ["another reader", "another layout", "another type"])
 def test_what_flux_does_not_give(case: str) -> None:
-    libraries = [define_all_reduce(), define_norm()]
     graph = with_norms(traced("7", 0, "group128"), "group128", "7", "layers")
     mark = graph.find_nodes(op="call_function", target=ours.quantised_rows.default)[1]
     if case == "another reader":
@@ -384,16 +331,14 @@ def test_what_flux_does_not_give(case: str) -> None:
     assert fuse_quantisation(graph) == 2 * LAYERS - 1 - (case != "another reader")
     drop_marks(graph)
     graph.lint()
-    nodes = graph.find_nodes(op="call_function", target=ours.linear_all_reduce_norm_quant.default)
+    nodes = [n for n in graphs.calls_of(graph, "linear_all_reduce_norm") if isinstance(n.args[-1], bool)]
     with_norm = [node for node in nodes if node.args[-1]]
     assert len(with_norm) == (case == "another reader")
     assert all(len(node.meta["val"]) == 3 + node.args[-1] for node in nodes)
-    del libraries
 
 
 def test_rows_that_others_read_are_gathered() -> None:
     """What vLLM makes of the rows is also for someone else: the layer's rows are not gathered in fp8."""
-    libraries = [define_all_reduce(), define_norm()]
     module = traced("7", 0, "tensor")
     mark = module.graph.find_nodes(op="call_function", target=ours.scaled_linear.default)[1]
     with module.graph.inserting_before(module.graph.output_node()):
@@ -401,11 +346,10 @@ def test_rows_that_others_read_are_gathered() -> None:
     other.meta["example_value"] = graphs.value(mark)
     (results,) = module.graph.output_node().args
     module.graph.output_node().args = ((*results, other),)
-    assert sequence.shard(module.graph, begins).sums == 2 * LAYERS
+    assert sequence.shard(module.graph, begins) == SEQUENCE_FROM
     assert sequence.count_sharded(module.graph)["linear layers"] == 2 * LAYERS
     found = module.graph.find_nodes(op="call_function", target=ours.norm_gather_linear.default)
     assert len(found) == 2 * LAYERS - 2
-    del libraries
 
 
 def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -10,17 +10,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_vllm_moe as moe_tests
 import torch
 import torch.distributed as dist
-from test_vllm_moe import Kernel, Modules, build, vllm, with_moe  # noqa: F401  (fixtures)
+from pytest import MonkeyPatch
 
 import flux
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import expert_rows
 from flux.integrations.vllm import report as reports
+from flux.integrations.vllm import rows
 from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.testing import spawn
 
+vllm, with_moe, build, Modules = moe_tests.vllm, moe_tests.with_moe, moe_tests.build, moe_tests.Modules
+Kernel = moe_tests.Kernel
 E4M3 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, PART, TOP_K = 4, 256, 128, 2
 Tensor = torch.Tensor
@@ -134,15 +137,12 @@ NOT_SERVED: dict[str, tuple[str, Build]] = {
         "no multiples of 128",
         lambda: build(routed_experts__quant_method=Fp8MoEMethod(), moe_config__hidden_dim=192),
     ),
-    "DeepGEMM": (
-        "kernel is DEEPGEMM",
-        lambda: build_fp8(fp8_backend=types.SimpleNamespace(name="DEEPGEMM")),
-    ),
+    "DeepGEMM": ("kernel is DEEPGEMM", lambda: build_fp8(fp8_backend=types.SimpleNamespace(name="DEEPGEMM"))),
 }
 
 
 @pytest.mark.parametrize("case", NOT_SERVED)
-def test_what_stays_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:  # noqa: F811
+def test_what_stays_vllms(with_moe: Modules, monkeypatch: MonkeyPatch, case: str) -> None:
     if case == "no setting":
         monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS")
     plugin.register()
@@ -153,7 +153,7 @@ def test_what_stays_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
-def test_what_is_served(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:  # noqa: F811
+def test_what_is_served(with_moe: Modules, monkeypatch: MonkeyPatch, on_cpu: bool) -> None:
     monkeypatch.setattr(with_moe["vllm.platforms"].current_platform, "is_cpu", lambda: on_cpu)
     plugin.register()
     runner = build_fp8()
@@ -171,7 +171,7 @@ def test_what_is_served(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, on_c
         for tokens in (3, 4, 7):
             x = torch.ones(tokens, 256)
             runner._apply_quant_method(hidden_states=x, router_logits=x)
-        with expert_rows._with_own_rows():
+        with mock.patch.object(rows, "rows_are_own", lambda: True):
             runner._apply_quant_method(hidden_states=x, router_logits=x)
     for ours in (part, summed, own):
         (call,) = ours.call_args_list

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import types
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import vllm_stand_in as stand_in
-from vllm_stand_in import row_parallel, vllm  # noqa: F401  (a fixture)
+from pytest import MonkeyPatch
 
 import flux
 from flux.integrations import vllm as plugin
@@ -18,10 +17,11 @@ from flux.integrations.vllm import report as reports
 
 E4M3 = torch.float8_e4m3fn
 VALUES = torch.arange(16 * 32).view(16, 32).remainder(5).to(E4M3)
-Modules = dict[str, types.ModuleType]
+Modules = stand_in.Modules
+vllm = stand_in.vllm
 
 
-def layer(vllm: Modules, kind: str = "RowParallelLinear", **changes: Any) -> Any:  # noqa: F811
+def layer(vllm: Modules, kind: str = "RowParallelLinear", **changes: Any) -> Any:
     """A layer as vLLM has it when its weights are loaded."""
     quantisation = "vllm.model_executor.layers.quantization"
     method = vllm[f"{quantisation}.fp8"].Fp8LinearMethod(stand_in.fp8_kernel(VALUES))
@@ -40,12 +40,12 @@ def refused() -> list[str]:
 
 
 @pytest.fixture
-def asked(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def asked(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_row_parallel_layer_is_served(vllm: Modules) -> None:  # noqa: F811
+def test_a_row_parallel_layer_is_served(vllm: Modules) -> None:
     plugin.register()
     bias = torch.arange(16.0)
     made = layer(vllm, bias=bias)
@@ -69,11 +69,13 @@ def test_a_row_parallel_layer_is_served(vllm: Modules) -> None:  # noqa: F811
     ("change", "why"),
     [
         ({"weight": torch.zeros(8, 16, dtype=torch.int32)}, "Mock of vLLM repacks the weights"),
+        ({"weight": torch.zeros(32, 16).to(E4M3)}, "Mock of vLLM repacks the weights"),
         ({"weight_scale": torch.ones(16, 3)}, "Mock of vLLM repacks the scales"),
+        ({"weight_scale": torch.ones(16, 1).to(torch.bfloat16)}, "Mock of vLLM repacks the scales"),
         ({"input_scale_ub": torch.ones(1)}, "scales of rows have an upper bound"),
     ],
 )
-def test_kernels_of_vllm_that_repack(vllm: Modules, change: dict[str, Any], why: str) -> None:  # noqa: F811
+def test_kernels_of_vllm_that_repack(vllm: Modules, change: dict[str, Any], why: str) -> None:
     """This is known only when the weights are loaded: the layer is vLLM's then, and the log says so."""
     plugin.register()
     made = layer(vllm, **change)
@@ -90,12 +92,7 @@ def test_kernels_of_vllm_that_repack(vllm: Modules, change: dict[str, Any], why:
         ({"FLUX_VLLM_MIN_TOKENS": "4", "INVARIANT": "1"}, "flux's fp8 layers are not batch invariant"),
     ],
 )
-def test_why_not(
-    vllm: Modules,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, str],
-    why: str,
-) -> None:
+def test_why_not(vllm: Modules, monkeypatch: MonkeyPatch, settings: dict[str, str], why: str) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = "INVARIANT" in settings  # type: ignore[attr-defined]
@@ -104,7 +101,7 @@ def test_why_not(
     assert refused() == [why]
 
 
-def test_other_quantised_layers(vllm: Modules) -> None:  # noqa: F811
+def test_other_quantised_layers(vllm: Modules) -> None:
     plugin.register()
     quantisation = "vllm.model_executor.layers.quantization.compressed_tensors"
     method = vllm[f"{quantisation}.compressed_tensors"].CompressedTensorsLinearMethod(None)
@@ -113,7 +110,7 @@ def test_other_quantised_layers(vllm: Modules) -> None:  # noqa: F811
     assert refused() == ["weights are quantised (CompressedTensorsW8A8Int8)"]
 
 
-def test_sequence_parallel_only(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_sequence_parallel_only(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "64")
     plugin.register()
     made = layer(vllm)
@@ -125,7 +122,7 @@ def test_sequence_parallel_only(vllm: Modules, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("served", [True, False])
-def test_column_parallel_layers_are_marked(vllm: Modules, served: bool) -> None:  # noqa: F811
+def test_column_parallel_layers_are_marked(vllm: Modules, served: bool) -> None:
     """In graphs that flux's pass sees, and only there."""
     plugin.register()
     if served:

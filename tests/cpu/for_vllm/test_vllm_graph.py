@@ -9,17 +9,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from vllm_stand_in import define_all_reduce, define_norm
+from vllm_stand_in import define_all_reduce, vllms_operators  # noqa: F401  (a fixture)
 
 import flux
-from flux.integrations.vllm import fuse_norm_gemm as fuse
+from flux.integrations.vllm import behind_norm as fuse
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
-from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
+from flux.integrations.vllm.behind_norm import fuse_norm_gemm
 from flux.testing import spawn
+
+pytestmark = pytest.mark.usefixtures("vllms_operators")
 
 
 def operator(rank: int, world_size: int) -> list[str]:
@@ -61,18 +64,27 @@ def test_operator() -> None:
     assert spawn(operator, 2, backend="gloo") == [[]] * 2
 
 
+def graph_of(**values: torch.Tensor) -> tuple[torch.fx.Graph, list[torch.fx.Node]]:
+    """A graph with arguments like these tensors."""
+    graph, nodes = torch.fx.Graph(), []
+    for name, value in values.items():
+        nodes.append(graph.placeholder(name))
+        nodes[-1].meta["val"] = value
+    return graph, nodes
+
+
+def calls(graph: torch.fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_unfused_graph(bias: bool) -> None:
-    library = define_all_reduce()
     with FakeTensorMode():
         values = [torch.empty(7, 8), torch.empty(16, 8), torch.empty(16), torch.empty(2, 3, 8)]
-    graph = torch.fx.Graph()
-    x, weight, b, cube = (graph.placeholder(name) for name in ("x", "weight", "b", "cube"))
-    for node, value in zip((x, weight, b, cube), values, strict=True):
-        node.meta["val"] = value
-    target = torch.ops.flux_vllm.linear_all_reduce.default
-    one = graph.call_function(target, (x, weight, b if bias else None, 5, "7", "tp:0"))
-    two = graph.call_function(target, (cube, weight, None, 5, "7", "tp:0"))
+    graph, (x, weight, b, cube) = graph_of(**dict(zip(("x", "weight", "b", "cube"), values, strict=True)))
+    target, more = torch.ops.flux_vllm.linear_all_reduce.default, (5, "7", "tp:0")
+    one = graph.call_function(target, (x, weight, b if bias else None, *more))
+    two = graph.call_function(target, (cube, weight, None, *more))
     graph.output((one, two))
     assert graphs.unfuse(graph, 5) == 0, "flux begins at 5 tokens"
     assert graphs.unfuse(graph, 4) == 1, "vLLM's patterns know matrices only"
@@ -84,119 +96,81 @@ def test_unfused_graph(bias: bool) -> None:
     assert [node.target for node in made] == ([aten.add.Tensor] if bias else []) + expected
     assert made[0].meta["val"].shape == (7, 16)
     assert made[-3].args[1] == "tp:0"
-    del library
 
 
-@pytest.mark.parametrize(
-    "case", ["plain", "another user", "part of a row", "no weight", "another dtype", "as residual", "cube"]
-)
-def test_norm_is_taken_in(case: str) -> None:
-    library = define_norm()
-    values: dict[str, torch.Tensor] = {}
-    with FakeTensorMode():
-        values["x"] = torch.empty(2, 3, 8) if case == "cube" else torch.empty(6, 8)
-        values["weight"], values["bias"] = torch.empty(16, 8), torch.empty(16)
-        values["residual"] = values["x"].new_empty(*values["x"].shape[:-1], 16)
-        dtype = torch.bfloat16 if case == "another dtype" else torch.float32
-        values["norm_weight"] = torch.empty(16, dtype=dtype)
-    graph = torch.fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in values}
-    for name, node in nodes.items():
-        node.meta["val"] = values[name]
-    x, weight, bias, residual, norm_weight = nodes.values()
-    arguments = (x, weight, bias, 5, "7", "tp:0")
-    linear = graph.call_function(torch.ops.flux_vllm.linear_all_reduce.default, arguments)
-    linear.meta["val"] = values["residual"]
-    pair = (residual, linear) if case == "as residual" else (linear, residual)
+def with_norm(case: str, *values: torch.Tensor, total: Any) -> tuple[torch.fx.Graph, list[Any], Any]:
+    """A sum by the call `total` of its arguments, and vLLM's norm behind it: the graph, its arguments with
+    residual and norm's weight last, and what the norm gives.
+    """
+    graph, nodes = graph_of(**{f"argument{i}": value for i, value in enumerate(values)})
+    *_, residual, norm_weight = nodes
+    node = graph.call_function(*total(nodes))
+    node.meta["val"] = values[-2]
+    pair = (residual, node) if case == "as residual" else (node, residual)
     others = {"part of a row": (norm_weight, 1e-5, 8), "no weight": (None, 1e-5)}
     more = others.get(case, (norm_weight, 1e-5, None))
     norm = graph.call_function(torch.ops.vllm_ir.fused_add_rms_norm.default, (*pair, *more))
-    norm.meta["val"] = (values["residual"], values["residual"])
+    norm.meta["val"] = (values[-2], values[-2])
     first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
-    graph.output((first, second, linear) if case == "another user" else (first, second))
+    graph.output((first, second, node) if case == "another user" else (first, second))
+    if case == "no norm":
+        norm.target = torch.ops.aten.add.Tensor
+    return graph, nodes, first
+
+
+def norm_weight(n: int, case: str) -> torch.Tensor:
+    return torch.empty(n, dtype=torch.bfloat16 if case == "another dtype" else torch.float32)
+
+
+COMMON = ["plain", "another user", "another dtype", "part of a row", "no weight", "as residual"]
+
+
+@pytest.mark.parametrize("case", [*COMMON, "cube"])
+def test_norm_is_taken_in(case: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 8) if case == "cube" else torch.empty(6, 8)
+        weight, bias, residual = torch.empty(16, 8), torch.empty(16), x.new_empty(*x.shape[:-1], 16)
+        values = (x, weight, bias, residual, norm_weight(16, case))
+    target = torch.ops.flux_vllm.linear_all_reduce.default
+    graph, nodes, first = with_norm(case, *values, total=lambda given: (target, (*given[:3], 5, "7", "tp:0")))
     assert graphs.fuse_norm(graph, 4) == 0, "flux begins at 5 tokens"
     assert graphs.fuse_norm(graph, 5) == (case == "plain")
     assert graphs.count_kept(graph) == 1
     graph.lint()
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
     if case == "plain":
-        fused = first.args[0]
-        assert targets == [torch.ops.flux_vllm.linear_all_reduce_norm.default, *[operator_module.getitem] * 2]
-        assert fused.args == (x, weight, bias, residual, norm_weight, 1e-5, "7")
-        assert len(fused.meta["val"]) == 2
+        fused, getitem = first.args[0], operator_module.getitem
+        assert calls(graph) == [torch.ops.flux_vllm.linear_all_reduce_norm.default, getitem, getitem]
+        assert fused.args == (*nodes, 1e-5, "7") and len(fused.meta["val"]) == 2
     else:
-        assert targets[0] is torch.ops.flux_vllm.linear_all_reduce.default
-    del library
+        assert calls(graph)[0] is target
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "plain",
-        "another user",
-        "another group",
-        "another dtype",
-        "columns",
-        "too many bytes",
-        "too few tokens",
-        "no norm",
-    ],
+    "case", [*COMMON, "another group", "columns", "too many bytes", "too few tokens", "no norm"]
 )
 def test_a_sum_and_its_norm(case: str) -> None:
-    libraries = [define_all_reduce(), define_norm()]
     n = 12 if case == "columns" else 16
     with FakeTensorMode():
-        x, residual = torch.empty(6, n), torch.empty(6, n)
-        norm_weight = torch.empty(n, dtype=torch.bfloat16 if case == "another dtype" else torch.float32)
-    graph = torch.fx.Graph()
-    nodes = [graph.placeholder(name) for name in ("x", "residual", "norm_weight")]
-    for node, value in zip(nodes, (x, residual, norm_weight), strict=True):
-        node.meta["val"] = value
-    given = (nodes[0], "pp:0" if case == "another group" else "tp:0")
-    total = graph.call_function(torch.ops.vllm.all_reduce.default, given)
-    total.meta["val"] = residual
-    target = torch.ops.vllm_ir.fused_add_rms_norm.default
-    norm = graph.call_function(target, (total, nodes[1], nodes[2], 1e-5, None))
-    norm.meta["val"] = (residual, residual)
-    first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
-    graph.output((first, second, total) if case == "another user" else (first, second))
-    if case == "no norm":
-        norm.target = torch.ops.aten.add.Tensor
+        values = torch.empty(6, n), torch.empty(6, n), norm_weight(n, case)
+    target, group = torch.ops.vllm.all_reduce.default, "pp:0" if case == "another group" else "tp:0"
+    graph, nodes, first = with_norm(case, *values, total=lambda given: (target, (given[0], group)))
     rules = {"tp:0": graphs.SumRule("7", 3, 8 * n * 4)}
     start, end = (2 if case == "too few tokens" else 3), (9 if case == "too many bytes" else 8)
     assert graphs.fuse_sum_and_norm(graph, start, end, rules) == (case == "plain")
     graph.lint()
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
     if case == "plain":
-        fused = first.args[0]
-        assert targets == [torch.ops.flux.all_reduce_norm.default, *[operator_module.getitem] * 2]
+        fused, getitem = first.args[0], operator_module.getitem
+        assert calls(graph) == [torch.ops.flux.all_reduce_norm.default, getitem, getitem]
         assert fused.args == (*nodes, 1e-5, "7") and len(fused.meta["val"]) == 2
     else:
-        assert targets[0] is torch.ops.vllm.all_reduce.default
-    del libraries
-
-
-def sums_as_vllm_makes_them(rank: int, world_size: int) -> list[str]:
-    """The rewritten graph computes what vLLM's operators do."""
-    x = torch.arange(48.0).view(3, 16) * (rank + 1)
-    residual, norm_weight = torch.arange(48.0).view(3, 16) % 7, torch.arange(16.0) + 1
-    arguments = (x, residual, norm_weight, 1e-5, dist.group.WORLD.group_name)
-    normalised, total = torch.ops.flux.all_reduce_norm(*arguments)
-    expected = torch.arange(48.0).view(3, 16) * 3 + residual
-    answers = [] if torch.equal(total, expected) else ["the next residual differs"]
-    wanted = torch.nn.functional.rms_norm(expected, (16,), norm_weight, 1e-5)
-    return answers if torch.allclose(normalised, wanted) else [*answers, "the norm differs"]
-
-
-def test_sums_as_vllm_makes_them() -> None:
-    assert spawn(sums_as_vllm_makes_them, 2, backend="gloo") == [[]] * 2
+        assert calls(graph)[0] is target
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "case", ["swiglu", "product is used", "gate is used", "halves swapped", "transposed", "router", "large"]
 )
-def test_products_behind_norms(dtype: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_behind_norms(dtype: torch.dtype, case: str, monkeypatch: MonkeyPatch) -> None:
     """As they are in graphs behind inductor's decompositions; in 16 bits these compute in fp32."""
 
     def layer(norm: torch.Tensor, weight: torch.Tensor) -> Any:

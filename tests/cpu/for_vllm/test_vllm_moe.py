@@ -15,15 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import expert_rows
 from flux.integrations.vllm import report as reports
+from flux.integrations.vllm import rows
 from flux.integrations.vllm.sequence import NEVER
 from flux.ops import explain
 
 vllm = stand_in.vllm
-Modules = dict[str, types.ModuleType]
+Modules = stand_in.Modules
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 6, 16, 24, 2
 
 Activation = enum.Enum("Activation", {"SILU": "silu", "GELU": "gelu"})
@@ -108,7 +109,7 @@ class Runner:
 
 
 @pytest.fixture
-def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
+def with_moe(vllm: Modules, monkeypatch: MonkeyPatch) -> Modules:
     """A vLLM that has MoE layers too."""
     monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
@@ -151,9 +152,7 @@ def build(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("setting", [None, "off", "auto"])
-def test_unless_it_is_turned_off(
-    with_moe: Modules, monkeypatch: pytest.MonkeyPatch, setting: str | None
-) -> None:
+def test_unless_it_is_turned_off(with_moe: Modules, monkeypatch: MonkeyPatch, setting: str | None) -> None:
     monkeypatch.delenv("FLUX_VLLM_MOE")
     if setting is not None:
         monkeypatch.setenv("FLUX_VLLM_MOE", setting)
@@ -167,7 +166,7 @@ def test_unless_it_is_turned_off(
     assert marks == [("auto",)] + ([] if setting == "off" else [("moe",)])
 
 
-def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_plugin(with_moe: Modules, caplog: LogCaptureFixture) -> None:
     stand_in.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
     with caplog.at_level("WARNING", "vllm.flux"):
         plugin.register()
@@ -235,7 +234,7 @@ def test_what_stays_vllms(with_moe: Modules, reason: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["eager", "sequence parallelism", "no kernel"])
-def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: MonkeyPatch, case: str) -> None:
     if case == "eager":
         monkeypatch.setenv("FLUX_VLLM", "pass")
         configure(with_moe, mode="NONE")
@@ -247,7 +246,7 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     assert not build()._flux_may_sum and not reports.report.served
 
 
-def test_batches_of_vllms_cuda_graphs_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_vllms_cuda_graphs_stay_vllms(with_moe: Modules, monkeypatch: MonkeyPatch) -> None:
     """By default it captures up to 512 tokens. With 128 sequences flux's experts were slower than vLLM's."""
     monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS")
     monkeypatch.delenv("FLUX_VLLM_SEQUENCE")
@@ -290,7 +289,7 @@ def test_who_computes_a_batch(with_moe: Modules) -> None:
         ):
             said, total = call(tokens)
             assert said == who and torch.equal(total, factor * torch.ones(tokens, 8))
-        with expert_rows._with_own_rows():
+        with mock.patch.object(rows, "rows_are_own", lambda: True):
             assert call(3)[0] == call(9)[0] == "own rows"
     assert part.call_args.args[2] == "weights" and part.call_args.args[5] == "alone"
     for ours, group in ((summed, ("7", 1, 2)), (own, ("7", 1))):
@@ -302,7 +301,7 @@ def test_who_computes_a_batch(with_moe: Modules) -> None:
 
 
 @pytest.mark.parametrize("case", ["shared experts", "scattered experts", "experts in order"])
-def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: MonkeyPatch, case: str) -> None:
     """Where more than flux's experts is summed, or ranks have whole experts: flux takes the place of vLLM's
     kernel. With own rows it also sums, if it knows which rank has which experts.
     """
@@ -332,7 +331,7 @@ def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyP
         with mock.patch("flux.integrations.vllm.op._all_reduce", side_effect=lambda x, group: 2 * x):
             assert torch.equal(runner._maybe_reduce_final_output(x, None, True), 2 * x)
         with (
-            expert_rows._with_own_rows(),
+            mock.patch.object(rows, "rows_are_own", lambda: True),
             mock.patch("flux.integrations.vllm.moe.experts_of_own_rows", return_value="own rows") as own,
         ):
             assert runner._apply_quant_method(hidden_states=x, router_logits=x)[1] == "own rows"
@@ -343,7 +342,7 @@ def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyP
     assert kind == "MoE, own part,"
 
 
-def test_from_where_on_flux_sums(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_where_on_flux_sums(with_moe: Modules, monkeypatch: MonkeyPatch) -> None:
     """From where a sum is bound by the links."""
     plugin.register()
     for setting, begins in (("5", 5), ("2", 4), ("off", (24 << 20) // (4 * HIDDEN))):
@@ -361,7 +360,7 @@ def test_one_group_of_this_rank_for_all_layers(with_moe: Modules) -> None:
     assert new_group.call_args.kwargs["use_local_synchronization"]
 
 
-def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(with_moe["vllm.platforms"].current_platform, "is_cpu", lambda: False)
     plugin.register()
     bf16 = {"routed_experts__params_dtype": torch.bfloat16}

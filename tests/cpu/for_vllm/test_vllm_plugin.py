@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
+from pytest import LogCaptureFixture, MonkeyPatch
 
 import flux
 from flux import _env
@@ -29,6 +30,7 @@ from flux.ops import explain
 from flux.testing import spawn
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
+Modules = stand_in.Modules
 
 
 WEIGHT = torch.ones(16, 8)
@@ -40,7 +42,7 @@ def test_entry_point() -> None:
     assert points == {"flux": "flux.integrations.vllm:register"}
 
 
-def test_register_any_number_of_times(vllm: dict[str, types.ModuleType]) -> None:
+def test_register_any_number_of_times(vllm: Modules) -> None:
     with mock.patch.object(torch.cuda, "init", side_effect=AssertionError("it touched a GPU")):
         for _ in range(3):
             plugin.register()
@@ -49,9 +51,7 @@ def test_register_any_number_of_times(vllm: dict[str, types.ModuleType]) -> None
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
-def test_what_vllms_own_passes_call(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_what_vllms_own_passes_call(vllm: Modules, monkeypatch: MonkeyPatch, mode: str) -> None:
     """Once registered, torch's operators for asynchronous tensor parallelism are flux's."""
     monkeypatch.setenv("FLUX_VLLM", mode)
     async_tp.uninstall()
@@ -59,13 +59,8 @@ def test_what_vllms_own_passes_call(
     once = list(async_tp._installed)
     plugin.register()
     assert async_tp._installed == once
-    assert bool(once) == (mode == "auto")
-
-
-def test_off(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_VLLM", "off")
-    plugin.register()
-    assert registry(vllm) == {} and "flux.integrations.vllm.layer" not in sys.modules
+    assert bool(once) == bool(registry(vllm)) == (mode == "auto")
+    assert ("flux.integrations.vllm.layer" in sys.modules) == (mode == "auto"), "off is off"
 
 
 NOT_SERVED: dict[str, dict[str, Any]] = {
@@ -78,7 +73,7 @@ NOT_SERVED: dict[str, dict[str, Any]] = {
 }
 
 
-def start(vllm: dict[str, types.ModuleType], rank: int = 0) -> None:
+def start(vllm: Modules, rank: int = 0) -> None:
     """What vLLM does in a worker when the model is there."""
     wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(rank))
     assert wrapper.compile_or_warm_up_model() == "compiled"
@@ -86,10 +81,7 @@ def start(vllm: dict[str, types.ModuleType], rank: int = 0) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_line_tells_what_flux_does(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    rank: int,
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, rank: int
 ) -> None:
     for _ in range(2):
         plugin.register()
@@ -115,32 +107,33 @@ def test_one_line_tells_what_flux_does(
     )
 
 
-@pytest.mark.parametrize("reason", [*NOT_SERVED, "LoRA is on", "the model is eager", ""])
+NO_KERNEL = "flux would run unfused: no kernel for (16, 8, torch.float32)"
+# By configurations of vLLM.
+LEFT: dict[str, dict[str, Any]] = {
+    "LoRA is on": {"lora": "a LoRAConfig"},
+    "the model is eager": {"mode": "NONE"},
+    "micro-batches overlap": {"use_ubatching": True},
+    "vLLM is told which GEMM to use": {"linear_backend": "another"},
+}
+
+
+@pytest.mark.parametrize("reason", [*NOT_SERVED, *LEFT, NO_KERNEL, ""])
 def test_why_flux_is_not_used(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    reason: str,
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, reason: str
 ) -> None:
     if reason == "the model is eager":
         monkeypatch.setenv("FLUX_VLLM", "pass")
+    if reason == NO_KERNEL:  # a GPU of another kind, or a build without kernels
+        monkeypatch.setattr(explain, "why_unfused", lambda *problem, **how: f"no kernel for {problem[2:5]}")
     plugin.register()
-    configs = {
-        "LoRA is on": stand_in.configuration(lora="a LoRAConfig"),
-        "the model is eager": stand_in.configuration(mode="NONE"),
-    }
-    config = configs.get(reason, stand_in.configuration())
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        layers = [row_parallel(vllm, WEIGHT, **NOT_SERVED.get(reason, {})) for _ in range(2 * bool(reason))]
+    stand_in.use(vllm, **LEFT.get(reason, {}))
+    layers = [row_parallel(vllm, WEIGHT, **NOT_SERVED.get(reason, {})) for _ in range(2 * bool(reason))]
     assert all(layer(torch.ones(3, 8)) == "vLLM's own" for layer in layers)
     with caplog.at_level("INFO", "vllm.flux"):
         start(vllm)
     (line,) = [record.message for record in caplog.records]
-    assert "not used. " in line
-    layers_of_model = (
-        "2 row-parallel linear layers: " if reason else "The model has no layers that flux knows"
-    )
-    assert layers_of_model in line and line.endswith(reason)
+    what = "2 row-parallel linear layers: " if reason else "The model has no layers that flux knows"
+    assert "not used. " in line and what in line and line.endswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +147,7 @@ def test_why_flux_is_not_used(
     ],
 )
 def test_a_setting_that_means_nothing(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    value: str,
-    valid: str,
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, name: str, value: str, valid: str
 ) -> None:
     """vLLM starts as if it were not set, and the user is told what could be."""
     monkeypatch.setenv(name, value)
@@ -175,34 +163,24 @@ def test_a_setting_that_means_nothing(
         assert word in line.message
 
 
+@pytest.mark.parametrize("parent", [None, "a process"])
 def test_without_vllm(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, parent: str | None
 ) -> None:
+    """Processes that vLLM starts do not repeat it."""
     monkeypatch.setattr(plugin, "installed_version", lambda: "")
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
     for _ in range(2):
         plugin.register()
     assert registry(vllm) == {}
-    (line,) = [record.message for record in caplog.records]
-    assert line.endswith("not used, because vLLM is not installed")
-
-
-def test_processes_that_vllm_starts_do_not_repeat_it(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(plugin, "installed_version", lambda: "")
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a process")
-    plugin.register()
-    assert caplog.records == []
+    told = [record.message.split(": ")[1] for record in caplog.records]
+    assert told == ([] if parent else ["not used, because vLLM is not installed"])
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.26.0", "0.33.0", "1.0.dev5+cpu"])
 @pytest.mark.parametrize("lack", ["", "a class", "a method", "a parameter", "a module"])
 def test_a_version_is_known_by_what_it_has(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    version: str,
-    lack: str,
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, version: str, lack: str
 ) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     monkeypatch.setattr(smoke_test, "failure", lambda version: None)
@@ -235,7 +213,7 @@ def test_a_version_is_known_by_what_it_has(
 
 
 def test_an_unknown_version_that_fails_its_trial_is_not_served(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.34.0")
     monkeypatch.setattr(smoke_test, "failure", lambda version: f"{version} does something else")
@@ -247,10 +225,7 @@ def test_an_unknown_version_that_fails_its_trial_is_not_served(
 
 @pytest.mark.parametrize("part", ["worker", "MoE"])
 def test_parts_of_the_plugin_stand_alone(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    part: str,
+    vllm: Modules, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, part: str
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # the stand-in has no MoE layers
     if part == "worker":
@@ -262,9 +237,7 @@ def test_parts_of_the_plugin_stand_alone(
 
 
 @pytest.mark.parametrize("given", [None, "7"])
-def test_waits_as_long_as_vllm(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
+def test_waits_as_long_as_vllm(vllm: Modules, monkeypatch: MonkeyPatch, given: str | None) -> None:
     if given is not None:
         monkeypatch.setenv("FLUX_TIMEOUT_S", given)
     plugin.register()
@@ -272,9 +245,7 @@ def test_waits_as_long_as_vllm(
 
 
 @pytest.mark.parametrize("step", ["execute_model", "sample_tokens", "a result that comes later"])
-def test_a_timeout_is_raised_after_the_step(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_timeout_is_raised_after_the_step(vllm: Modules, monkeypatch: MonkeyPatch, step: str) -> None:
     """Also if the step made no call of flux, as a CUDA graph that is replayed."""
     for _ in range(2):
         plugin.register()
@@ -303,7 +274,7 @@ def test_a_timeout_is_raised_after_the_step(
     assert its_turn.broken_by is None
 
 
-def test_a_result_that_comes_later_is_freed_when_it_is_used(vllm: dict[str, types.ModuleType]) -> None:
+def test_a_result_that_comes_later_is_freed_when_it_is_used(vllm: Modules) -> None:
     """It holds pinned memory and an event, which the next step can use again."""
     plugin.register()
     wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(1))
@@ -323,7 +294,7 @@ def test_a_result_that_comes_later_is_freed_when_it_is_used(vllm: dict[str, type
         gc.enable()
 
 
-def test_a_layer_that_differs(vllm: dict[str, types.ModuleType]) -> None:
+def test_a_layer_that_differs(vllm: Modules) -> None:
     plugin.register()
     linear = vllm["vllm.model_executor.layers.linear"].RowParallelLinear
     build = linear.__init__
@@ -338,7 +309,7 @@ def test_a_layer_that_differs(vllm: dict[str, types.ModuleType]) -> None:
     assert reason.startswith("this version of vLLM differs: ") and "tp_size" in reason
 
 
-def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture) -> None:
+def test_another_plugin(vllm: Modules, caplog: LogCaptureFixture) -> None:
     registry(vllm)["RowParallelLinear"] = other = type("TheirLinear", (), {})
     before = vllm["vllm.config"].VllmConfig.compute_hash
     async_tp.uninstall()
@@ -351,7 +322,7 @@ def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCap
     ]
 
 
-def test_which_layers(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_layers(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "64")
     plugin.register()
     x = torch.ones(3, 8)
@@ -367,31 +338,14 @@ def test_which_layers(vllm: dict[str, types.ModuleType], monkeypatch: pytest.Mon
         assert ours.call_args.args[2] is None
 
 
-def test_pass_mode_leaves_eager_models_alone(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_mode_leaves_eager_models_alone(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM", "pass")
     plugin.register()
     assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
 
 
-def test_settings_of_vllm_that_flux_leaves_alone(vllm: dict[str, types.ModuleType]) -> None:
-    plugin.register()
-    vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
-    assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
-    vllm["vllm.envs"].VLLM_BATCH_INVARIANT = False  # type: ignore[attr-defined]
-    for config in (
-        stand_in.configuration(use_ubatching=True),
-        stand_in.configuration(linear_backend="another"),
-    ):
-        with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda c=config: c):
-            assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
-
-
 @pytest.mark.parametrize("kept", [True, False])
-def test_batch_invariant(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, kept: bool
-) -> None:
+def test_batch_invariant(vllm: Modules, monkeypatch: MonkeyPatch, kept: bool) -> None:
     """All batches of a layer are flux's, whatever limits are set; or none, if flux is told not to be so."""
     for name in ("MIN_TOKENS", "SEQUENCE"):
         monkeypatch.setenv(f"FLUX_VLLM_{name}", "64")
@@ -399,10 +353,9 @@ def test_batch_invariant(
         monkeypatch.setenv("FLUX_BATCH_INVARIANT", "off")
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
     plugin.register()
-    config = stand_in.configuration()
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT)
-        row_parallel(vllm, WEIGHT, quant_method=object())
+    config = stand_in.use(vllm)
+    row_parallel(vllm, WEIGHT)
+    row_parallel(vllm, WEIGHT, quant_method=object())
     assert config.compilation_config.compile_ranges_endpoints == [512]
     assert sys.modules["flux.integrations.vllm.layer"].rules.sums == {}
     served = {("row-parallel linear [16, 8]", 1, "batch invariant"): 1}
@@ -437,23 +390,12 @@ def rows_that_differ(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_rows_have_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_the_same_bits_in_any_batch(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "5")
     assert spawn(rows_that_differ, 2, backend="gloo") == [[], []]
 
 
-def test_where_flux_would_run_unfused(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU of another kind, or a build without kernels: the model stays vLLM's."""
-    monkeypatch.setattr(explain, "why_unfused", lambda *problem, **how: f"no kernel for {problem[2:5]}")
-    plugin.register()
-    assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
-    ((_, reason),) = reports.report.refused
-    assert reason == "flux would run unfused: no kernel for (16, 8, torch.float32)"
-
-
-def test_sums_are_told(vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture) -> None:
+def test_sums_are_told(vllm: Modules, caplog: LogCaptureFixture) -> None:
     plugin.register()
     row_parallel(vllm, WEIGHT, quant_method=object())
     reports.report.ranges[1, 100] = "flux 64 other sums with norm"

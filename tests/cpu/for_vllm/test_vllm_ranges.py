@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,14 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import vllm_stand_in as stand_in
+from pytest import MonkeyPatch
 
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import predict
 from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.graph import SumRule
-from flux.integrations.vllm.sequence import Sharded
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
+Modules = stand_in.Modules
 WEIGHT = torch.ones(16, 8)
 BYTES_OF_A_ROW = 4 * 16
 
@@ -26,7 +26,7 @@ BYTES_OF_A_ROW = 4 * 16
 class Pass:
     """What the pass is told to do in a range; instead of a graph. sharded: what it finds in that."""
 
-    def __init__(self, vllm: dict[str, types.ModuleType], **sharded: int) -> None:
+    def __init__(self, vllm: Modules, **sharded: int) -> None:
         self.sharded = {kind.replace("_", " "): count for kind, count in sharded.items()}
         manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager()
         manager.configure("a configuration")
@@ -58,7 +58,7 @@ class Pass:
         return told
 
 
-def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_of_token_counts(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     plugin.register()
     row_parallel(vllm, WEIGHT)
     row_parallel(vllm, WEIGHT)
@@ -106,15 +106,13 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     assert reports.report.ranges[128, 256] == f"{told}, {twice}"
 
 
-def test_layers_are_kept_where_vllm_would_fuse(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_kept_where_vllm_would_fuse(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     """In ranges that begin where all kinds of layers may be kept. vLLM's fusion applies to 1 to 64."""
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
     plugin.register()
     from flux.integrations.vllm import layer, ranges
 
-    config = stand_in.configuration()
+    config = stand_in.use(vllm)
     monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: range(1, 8))
     layer.rules.linear_only = True
 
@@ -125,13 +123,12 @@ def test_layers_are_kept_where_vllm_would_fuse(
     def given_back(start: int, end: int) -> list[Any]:
         return [told for told in Pass(vllm)(start, end) if told[0] in ("unshard", "unfuse")]
 
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        build(8)
-        assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)], "flux keeps what begins there"
-        assert given_back(4, 64) == [("unshard", None), ("unfuse", 0)]
-        build(2)
-        assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)]
-        build(16)
+    build(8)
+    assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)], "flux keeps what begins there"
+    assert given_back(4, 64) == [("unshard", None), ("unfuse", 0)]
+    build(2)
+    assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)]
+    build(16)
     assert given_back(8, 64) == [("unshard", None), ("unfuse", 0)], "one kind stays vLLM's"
     assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
     layer.rules.linear_only = False
@@ -139,15 +136,13 @@ def test_layers_are_kept_where_vllm_would_fuse(
     assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 64, 512]
 
 
-def test_few_tokens_are_kept_where_vllm_would_fuse(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_tokens_are_kept_where_vllm_would_fuse(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     """In ranges within the numbers of tokens with which all kinds of layers may be kept."""
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "1")
     plugin.register()
     from flux.integrations.vllm import layer, ranges
 
-    config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * 64)
+    config = stand_in.use(vllm, fused_bytes=BYTES_OF_A_ROW * 64)
     monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 32)
     layer.rules.linear_only = True
 
@@ -159,69 +154,27 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
         (found,) = [told[1] for told in Pass(vllm)(start, end) if told[0] == "unfuse"]
         return int(found)
 
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        build(range(1, 7))
-        assert [unfused(1, 6), unfused(1, 7), unfused(7, 31), unfused(32, 64)] == [6, 0, 0, 64]
-        build(range(1, 21))
-        assert [unfused(1, 6), unfused(1, 20)] == [6, 0], "one kind stays vLLM's"
-        layer.rules.linear_only = False
-        assert unfused(1, 6) == 0, "of such models none was measured"
-        layer.rules.linear_only = True
-        build(range(4, 6))
-        assert [unfused(1, 3), unfused(3, 5), unfused(4, 5), unfused(4, 6)] == [0, 0, 5, 0]
-        build(range(0))
-        assert unfused(4, 5) == 0
-        endpoints = config.compilation_config.compile_ranges_endpoints
-        assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
-        build(range(1, 101))
-        assert config.compilation_config.compile_ranges_endpoints == endpoints, "100 are no end: vLLM's is 64"
-
-
-@pytest.mark.parametrize(
-    ("fused", "few", "is_moe", "expected"),
-    [
-        (0, range(0), False, [2, 8, 64, 100, 399, 512]),
-        (50, range(0), False, [64, 100, 399, 512]),
-        (256, range(0), False, [399, 512]),
-        (256, range(20, 41), False, [19, 40, 399, 512]),
-        (256, range(64, 129), False, [63, 128, 399, 512]),
-        (256, range(1, 201), False, [8, 64, 200, 399, 512]),
-        (256, range(1, 201), True, [512]),
-        (50, range(1, 201), False, [8, 50, 64, 100, 399, 512]),
-    ],
-)
-def test_no_range_begins_where_both_sides_are_vllms(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    fused: int,
-    few: range,
-    is_moe: bool,
-    expected: list[int],
-) -> None:
-    """A range costs a compilation. Up to `fused` tokens vLLM fuses; the layer is flux's from 9 on, sums are
-    flux's from 3 to 100, and products behind norms up to 64. Of models with experts none was measured
-    against vLLM's fusion.
-    """
-    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "9")
-    plugin.register()
-    from flux.integrations.vllm import ranges
-
-    monkeypatch.setattr(ranges, "sums", lambda *layer: (3, BYTES_OF_A_ROW * 100))
-    monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 400)
-    monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: few)
-    config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * fused, is_moe=is_moe)
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT)
-    assert config.compilation_config.compile_ranges_endpoints == expected
+    build(range(1, 7))
+    assert [unfused(1, 6), unfused(1, 7), unfused(7, 31), unfused(32, 64)] == [6, 0, 0, 64]
+    build(range(1, 21))
+    assert [unfused(1, 6), unfused(1, 20)] == [6, 0], "one kind stays vLLM's"
+    layer.rules.linear_only = False
+    assert unfused(1, 6) == 0, "of such models none was measured"
+    layer.rules.linear_only = True
+    build(range(4, 6))
+    assert [unfused(1, 3), unfused(3, 5), unfused(4, 5), unfused(4, 6)] == [0, 0, 5, 0]
+    build(range(0))
+    assert unfused(4, 5) == 0
+    endpoints = config.compilation_config.compile_ranges_endpoints
+    assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
+    build(range(1, 101))
+    assert config.compilation_config.compile_ranges_endpoints == endpoints, "100 are no end: vLLM's is 64"
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"MIN_TOKENS": "9"}, {"SEQUENCE": "32"}, {"SEQUENCE": "off"}])
 def test_what_is_predicted_of_a_model_is_what_its_layers_do(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, str],
-    is_moe: bool,
+    vllm: Modules, monkeypatch: MonkeyPatch, settings: dict[str, str], is_moe: bool
 ) -> None:
     """`flux doctor --vllm` sees sizes of a model, layers see vLLM's configuration."""
     for name, value in settings.items():
@@ -229,9 +182,8 @@ def test_what_is_predicted_of_a_model_is_what_its_layers_do(
     plugin.register()
     from flux.integrations.vllm import layer
 
-    config = stand_in.configuration(fused_bytes=predict.FUSED_BY_VLLM_BYTES[2], is_moe=is_moe)
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, torch.ones(16, 8, dtype=torch.bfloat16))
+    stand_in.use(vllm, fused_bytes=predict.FUSED_BY_VLLM_BYTES[2], is_moe=is_moe)
+    row_parallel(vllm, torch.ones(16, 8, dtype=torch.bfloat16))
     model = predict.Model("", 16, 16, 0, experts=is_moe)
     found = predict.predict(model, 2, torch.device("cpu"))
     assert layer.rules.kinds == {found.layers["o_proj"][1]}
@@ -239,9 +191,7 @@ def test_what_is_predicted_of_a_model_is_what_its_layers_do(
     assert found.sequence == ranges.sequence and (found.few, found.many) == (ranges.few, ranges.many)
 
 
-def test_vllms_own_sequence_parallelism_comes_first(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllms_own_sequence_parallelism_comes_first(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
     plugin.register()
     from flux.integrations.vllm import layer, ranges
@@ -256,9 +206,7 @@ def test_vllms_own_sequence_parallelism_comes_first(
     assert ("unfuse", 0) in ours(8, 64)
 
 
-def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(
-    vllm: dict[str, types.ModuleType],
-) -> None:
+def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(vllm: Modules) -> None:
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
     plugin.register()
     row_parallel(vllm, WEIGHT)
@@ -269,7 +217,7 @@ def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(
     ]
 
 
-def test_mode_layer_has_no_pass(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_layer_has_no_pass(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM", "layer")
     plugin.register()
     row_parallel(vllm, WEIGHT)
@@ -288,25 +236,22 @@ def test_mode_layer_has_no_pass(vllm: dict[str, types.ModuleType], monkeypatch: 
     ],
 )
 def test_a_range_begins_where_a_layer_does(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
+    vllm: Modules,
+    monkeypatch: MonkeyPatch,
     endpoints: list[int] | None,
     begins: list[int],
     expected: list[int] | None,
 ) -> None:
     plugin.register()
-    config = stand_in.configuration()
+    config = stand_in.use(vllm)
     config.compilation_config.compile_ranges_endpoints = endpoints
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        for tokens in begins:
-            monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", str(tokens))
-            row_parallel(vllm, WEIGHT)
+    for tokens in begins:
+        monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", str(tokens))
+        row_parallel(vllm, WEIGHT)
     assert config.compilation_config.compile_ranges_endpoints == expected
 
 
-def test_compiled_graphs_are_told_apart(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compiled_graphs_are_told_apart(vllm: Modules, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     config = vllm["vllm.config"].VllmConfig()
     hashes = [config.compute_hash()]
     tuning = tmp_path / "tuning.json"
@@ -327,9 +272,7 @@ def test_compiled_graphs_are_told_apart(
     "case",
     ["quantised", "served", "not measured", "eager", "layer", "batch-invariant", "unfused", "one rank"],
 )
-def test_sums_of_layers_that_stay_vllms(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_sums_of_layers_that_stay_vllms(vllm: Modules, monkeypatch: MonkeyPatch, case: str) -> None:
     """Compiled graphs use flux.all_reduce for them, up to as many tokens as is known to be faster."""
     if case == "layer":
         monkeypatch.setenv("FLUX_VLLM", "layer")
@@ -345,13 +288,12 @@ def test_sums_of_layers_that_stay_vllms(
         )
     if case == "batch-invariant":
         vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
-    config = stand_in.configuration(mode="NONE" if case == "eager" else "VLLM_COMPILE")
+    config = stand_in.use(vllm, mode="NONE" if case == "eager" else "VLLM_COMPILE")
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "9")
     changes: dict[str, Any] = {} if case == "served" else {"quant_method": object()}
     if case == "one rank":
         changes["tp_size"] = 1
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT, **changes)
+    row_parallel(vllm, WEIGHT, **changes)
     endpoints = config.compilation_config.compile_ranges_endpoints
     if case in ("quantised", "served"):
         assert layer.rules.sums == {"tp:0": SumRule("7", 3, nbytes)}
@@ -371,21 +313,15 @@ def test_sums_of_layers_that_stay_vllms(
     ],
 )
 def test_models_become_sequence_parallel_before_they_are_split(
-    vllm: dict[str, types.ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str,
-    others: int,
-    told: str,
-    endpoints: list[int],
+    vllm: Modules, monkeypatch: MonkeyPatch, setting: str, others: int, told: str, endpoints: list[int]
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", setting)
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "6")
     plugin.register()
-    config = stand_in.configuration()
-    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
-        row_parallel(vllm, WEIGHT)
+    config = stand_in.use(vllm)
+    row_parallel(vllm, WEIGHT)
     model = mock.Mock()
-    sharded = Sharded(64, 9) if setting == "9" else Sharded(0, why_not="a reason")
+    sharded = 9 if setting == "9" else "a reason"
     module, counts = "flux.integrations.vllm.compiled", {"linear layers": 64, "other sums": others}
     with (
         mock.patch(f"{module}.shard", return_value=sharded) as shard,
@@ -398,7 +334,7 @@ def test_models_become_sequence_parallel_before_they_are_split(
 
     assert layer.rules.linear_only == (setting == "9" and not others)
     assert model.recompile.called == (setting == "9")
-    with mock.patch("flux.integrations.vllm.compiled.shard", return_value=Sharded(0, why_not="a reason")):
+    with mock.patch("flux.integrations.vllm.compiled.shard", return_value="a reason"):
         vllm["vllm.compilation.backends"].VllmBackend(config)(mock.Mock(), [])  # a draft model
     assert reports.report.sequence == told
     assert (told in reports.report.line()) and config.compilation_config.compile_ranges_endpoints == endpoints

@@ -20,11 +20,13 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
-from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
-from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
-from flux.integrations.vllm.graph import value
-from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
-from flux.integrations.vllm.unshard import unshard
+from flux.integrations.vllm.behind_norm import (
+    drop_marks,
+    fuse_norm_gemm,
+    fuse_quantisation,
+    fuse_sum_norm_gemm,
+)
+from flux.integrations.vllm.graph import unshard, value
 from flux.testing import spawn
 
 FOLDER = Path(__file__).with_name("vllm_graphs")
@@ -38,7 +40,6 @@ OURS = (
     "linear_scatter",
     "norm_gather_linear",
     "linear_all_reduce_norm",
-    "linear_all_reduce_norm_quant",
     "linear_all_reduce",
     "scaled_linear",
 )
@@ -125,7 +126,7 @@ def sharded(load: Load, model: str, sums: int = 2 * LAYERS) -> list[fx.Graph]:
         assert dtype == (torch.float8_e4m3fn if scaling else torch.float32)
         return SEQUENCE_FROM
 
-    assert sequence.shard(graph, begins) == sequence.Sharded(sums, SEQUENCE_FROM)
+    assert sequence.shard(graph, begins) == SEQUENCE_FROM
     attention = (256, 256 if model == "fp8_block" else 128)
     assert asked == ([attention, (256, 256)] if model in ("qwen3", *FP8) else [attention]) * LAYERS
     graph.lint()
@@ -150,10 +151,7 @@ def fp8_layers_in_each_range(load: Load) -> None:
         marked = count(load(model, "model"), "quantised_rows")
         assert marked in (0, 2 * LAYERS) and (marked or model != "fp8_channel")
         last = 1 if marked else 2 * LAYERS
-        quantised = {
-            "linear_all_reduce_norm_quant": 2 * LAYERS - last,
-            "linear_all_reduce_norm": last,
-        }
+        quantised = {"linear_all_reduce_norm": 2 * LAYERS}
         ranges = (
             (SEQUENCE_FROM, 512, {"linear_scatter": 2 * LAYERS, "norm_gather_linear": 2 * LAYERS - 1}, 1),
             (FROM, SEQUENCE_FROM - 1, quantised, 2 * LAYERS),
@@ -162,6 +160,11 @@ def fp8_layers_in_each_range(load: Load) -> None:
         for start, end, ours, products in ranges:
             pieces = settled(load, model, start, end)
             given_back = sum(graphs.unfuse(piece, end) for piece in pieces)
+            before = count(pieces, product)
+            for piece in pieces:
+                graphs.drop_products(piece, start - 1)
+            if start > 1:
+                assert count(pieces, product) == before, "this range begins below"
             for piece in pieces:
                 graphs.drop_products(piece, start)
                 assert fuse_sum_norm_gemm(piece, start) == 0, "fp8 stays apart"
@@ -169,7 +172,10 @@ def fp8_layers_in_each_range(load: Load) -> None:
                 fuse_quantisation(piece)
                 drop_marks(piece)
                 piece.lint()
-            assert not any(node.args[-1] for node in calls(pieces, "linear_all_reduce_norm_quant"))
+            of_rows = [
+                n.args[-1] for n in calls(pieces, "linear_all_reduce_norm") if isinstance(n.args[-1], bool)
+            ]
+            assert of_rows == [False] * (2 * LAYERS - last if ours is quantised else 0)
             assert count(pieces, "quantised_rows") == 0
             assert given_back == (2 * LAYERS if start == 1 else 0)
             sums = {**dict.fromkeys(OURS, 0), **ours}
@@ -190,7 +196,7 @@ def a_stage_gives_all_rows(load: Load) -> None:
     (graph,) = load("first_stage", "model")
     sums = 2 * LAYERS - 1
     assert counts([graph], "linear_all_reduce", "fused_add_rms_norm") == [sums + 1, sums]
-    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == sequence.Sharded(sums, SEQUENCE_FROM)
+    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == SEQUENCE_FROM
     graph.lint()
     found = counts([graph], "linear_scatter", "norm_gather_linear", "norm_gather", "linear_all_reduce")
     assert found == [sums, sums, 0, 1]
@@ -352,7 +358,7 @@ def sums_of_quantised_layers_take_the_norm(load: Load) -> None:
     (graph,) = load("int8", "model")
     before = str(graph)
     why = "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"
-    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == sequence.Sharded(0, why_not=why)
+    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == why
     assert str(graph) == before
     pieces = load("int8", "piece")
     fused = sum(graphs.fuse_sum_and_norm(piece, SEQUENCE_FROM, 512, ALWAYS) for piece in pieces)

@@ -14,13 +14,22 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 from torch.nn.functional import linear
-from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm, exact_norm
+from vllm_stand_in import (
+    define_all_reduce,
+    define_moe_forward,
+    define_norm,
+    exact_norm,
+    inputs,
+    lowered,
+    trace,
+    vllms_operators,  # noqa: F401  (a fixture)
+)
 
 import flux
-from flux.integrations.vllm import expert_rows, rows, sequence
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
-from flux.integrations.vllm.unshard import unshard
+from flux.integrations.vllm import rows, sequence
+from flux.integrations.vllm.behind_norm import fuse_sum_norm_gemm
+from flux.integrations.vllm.graph import unshard
 from flux.ops import add_norm
 from flux.testing import spawn
 
@@ -28,6 +37,8 @@ N, K, LAYERS, FROM = 16, 8, 5, 6
 # From where on flux's experts include the sum over ranks, and vLLM's: never.
 SUMMED, NEVER = 8, 1000
 ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
+
+pytestmark = pytest.mark.usefixtures("vllms_operators")
 
 
 def weights(rank: int) -> dict[str, torch.Tensor]:
@@ -101,19 +112,7 @@ def model(
 
 
 def traced(m: int, group: str, **form: Any) -> fx.GraphModule:
-    """The model's graph, as dynamo gives it to vLLM."""
-    found = []
-
-    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        found.append(graph)
-        return lambda *inputs: [x] * len(graph.graph.output_node().args[0])
-
-    torch._dynamo.reset()
-    w = weights(0)
-    x = torch.zeros(m, N)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch.compile(lambda x, w: model(x, w, group, **form), backend=backend, fullgraph=True)(x, w)
-    return found[0]
+    return trace(lambda x, w: model(x, w, group, **form), torch.zeros(m, N), weights(0))
 
 
 def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Any) -> int:
@@ -127,17 +126,11 @@ def targets(graph: fx.Graph) -> dict[str, int]:
     return {name: names.count(name) for name in sorted({*names}) if name.startswith(of_interest)}
 
 
-def inputs(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list[Any]:
-    """For a traced graph, whose placeholders are called after what they hold."""
-    values = {"L_x_": x, **{f"L_w_{name}_": weight for name, weight in w.items()}}
-    return [values.get(node.target, len(x)) for node in graph.find_nodes(op="placeholder")]
-
-
-def rewritten(m: int, group: str, **form: Any) -> tuple[fx.GraphModule, sequence.Sharded]:
+def rewritten(m: int, group: str, **form: Any) -> tuple[fx.GraphModule, int | str]:
     return sharded(traced(m, group, **form))
 
 
-def sharded(module: fx.GraphModule) -> tuple[fx.GraphModule, sequence.Sharded]:
+def sharded(module: fx.GraphModule) -> tuple[fx.GraphModule, int | str]:
     done = sequence.shard(module.graph, begins)
     module.graph.lint()
     module.recompile()
@@ -155,13 +148,12 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
     for form in forms:
         stock = traced(9, group, **form)
         ours, done = sharded(copy.deepcopy(stock))
-        if done.from_tokens != FROM:
+        if done != FROM:
             wrong.append(f"{form}: {done}")
         for m in (1, FROM - 1, FROM, 7, 8, 9, 13):
             x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
-                mock.patch.object(expert_rows, "row_norm", exact_norm),
                 mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
                 mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
             ):
@@ -199,10 +191,7 @@ def rms_norms(rank: int, world_size: int) -> list[torch.Tensor]:
         ("linear_scatter", (x, weight, None, 1, group, "tp:0", residual, True, FROM)),
         ("norm_gather_linear", (total, norm_weight, 1e-3, column, None, FROM, group)),
         ("norm_gather", (total, norm_weight, 1e-3, FROM, group)),
-        (
-            "scatter_norm_gather",
-            (x, weight, None, group, residual, True, norm_weight, 1e-3, column, None),
-        ),
+        ("scatter_norm_gather", (x, weight, None, group, residual, True, norm_weight, 1e-3, column, None)),
         ("gather", (total, FROM, group)),
     ):
         # Rows of other ranks are not written, so results may differ there.
@@ -226,9 +215,8 @@ def test_the_norm_is_rms_norm() -> None:
     ],
 )
 def test_what_experts_become(kind: str, becomes: dict[str, int]) -> None:
-    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
     module, done = rewritten(9, "7", kind=kind)
-    assert done == sequence.Sharded(10, FROM)
+    assert done == FROM
     others = {"linear": 1, "linear_scatter": 5, "norm_gather_linear": 4, "rms_norm": 1}
     assert targets(module.graph) == {**others, **becomes}
     scatters = module.graph.find_nodes(op="call_function", target=ours.norm_experts_scatter.default)
@@ -237,7 +225,6 @@ def test_what_experts_become(kind: str, becomes: dict[str, int]) -> None:
     (name,) = {node.args[7] for node in scatters} or {None}
     assert all(node.args[5:9] == (None, None, name, 0) for node in scatters)
     assert name is None or name.target == "L_w_name_False_"
-    del libraries
 
 
 def pieces(module: fx.GraphModule) -> list[str]:
@@ -261,14 +248,12 @@ def pieces(module: fx.GraphModule) -> list[str]:
 
 def test_pieces_of_layers_are_alike() -> None:
     """Then each is compiled once, however many layers there are."""
-    libraries = [define_all_reduce(), define_norm()]
     first, *layers = pieces(rewritten(9, "7")[0])
     assert "linear_scatter" not in first and len(layers) == LAYERS
     # The residual of the first layer is whole, and the last one's norm gives all rows.
     assert all("norm_gather_linear" in code for code in layers[:-1])
     assert layers[1] == layers[2] == layers[3]
     assert len({*layers}) == 3
-    del libraries
 
 
 def change(graph: fx.Graph, case: str) -> None:
@@ -289,20 +274,17 @@ def change(graph: fx.Graph, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["shared experts", "ids", "cut off", "rows", "result"])
 def test_experts_that_need_all_rows(case: str) -> None:
-    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
     module = traced(9, "7", kind="own")
     change(module.graph, case)
-    assert sequence.shard(module.graph, begins) == sequence.Sharded(10, FROM)
+    assert sequence.shard(module.graph, begins) == FROM
     module.graph.lint()
     assert sequence.count_sharded(module.graph) == {"linear layers": 5, "other sums": 1, "MoE layers": 4}
     assert targets(module.graph)["norm_gather"] == 2
-    del libraries
 
 
 def test_what_a_graph_becomes() -> None:
-    libraries = [define_all_reduce(), define_norm()]
     module, done = rewritten(9, "7")
-    assert done == sequence.Sharded(10, FROM)
+    assert done == FROM
     assert targets(module.graph) == {
         "linear": 1,  # that behind the embedding, whose rows are whole
         "linear_scatter": 10,
@@ -316,7 +298,6 @@ def test_what_a_graph_becomes() -> None:
     assert sequence.shard(module.graph, begins) == done, "as from vLLM's cache"
     assert str(module.graph) == before
     assert targets(rewritten(9, "7", stage=True)[0].graph)["gather"] == 1, "the next stage gets all rows"
-    del libraries
 
 
 @pytest.mark.parametrize(
@@ -330,7 +311,6 @@ def test_what_a_graph_becomes() -> None:
     ],
 )
 def test_models_that_are_left_alone(case: str, why: str) -> None:
-    libraries = [define_all_reduce(), define_norm()]
     module = traced(9, "7")
     for node in module.graph.find_nodes(op="call_function", target=linear) if case == "gathers" else []:
         with module.graph.inserting_before(node):
@@ -345,20 +325,12 @@ def test_models_that_are_left_alone(case: str, why: str) -> None:
         found[1].meta.clear()
     before = str(module.graph)
     nothing = mock.Mock(return_value=None)
-    assert sequence.shard(module.graph, nothing if case == "never" else begins) == sequence.Sharded(
-        0, why_not=why
-    )
+    assert sequence.shard(module.graph, nothing if case == "never" else begins) == why
     assert str(module.graph) == before
-    del libraries
 
 
 def after_gradients(module: fx.GraphModule, m: int) -> fx.Graph:
-    """The graph in aten's operators, in which vLLM's passes see it."""
-    given = inputs(module.graph, torch.zeros(m, N), weights(0))
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
-    sizes = [value for value in given if not isinstance(value, torch.Tensor)]
-    made: fx.GraphModule = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
-    return made.graph
+    return lowered(module, inputs(module.graph, torch.zeros(m, N), weights(0)))
 
 
 def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
@@ -419,7 +391,6 @@ def kinds(graph: fx.Graph) -> list[str]:
     ],
 )
 def test_small_batches_are_as_without(form: dict[str, Any]) -> None:
-    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
     stock = after_gradients(traced(9, "7", **form), 9)
     ours = after_gradients(rewritten(9, "7", **form)[0], 9)
     unshard(ours, FROM)
@@ -435,12 +406,10 @@ def test_small_batches_are_as_without(form: dict[str, Any]) -> None:
     rules = {"tp:0": graphs.SumRule("7", 1, 1 << 20)}
     experts = LAYERS if form.get("kind", "wide") != "wide" else 0
     assert graphs.fuse_sum_and_norm(ours, 1, FROM - 1, rules) == experts
-    del libraries
 
 
 def test_a_piece_without_the_norm() -> None:
     """The norm of a sum may be in another piece: each alone is right."""
-    libraries = [define_all_reduce(), define_norm()]
     module = fx.symbolic_trace(
         lambda x, w, r: ours.linear_scatter(x, w, None, 3, "7", "tp:0", r, False, FROM)
     )
@@ -454,4 +423,3 @@ def test_a_piece_without_the_norm() -> None:
         graph.lint()
         names = [n.target.__name__.partition(".")[0] for n in graph.nodes if n.op == "call_function"]
         assert names == made
-    del libraries

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from flux import _log
 from flux.integrations.vllm import thresholds
@@ -79,11 +80,8 @@ def written(path: Path, *rows: dict[str, Any], **machine: Any) -> Path:
     return path
 
 
-def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {
-        "flux": {"median_ms": 1.0, "role": "flux"},
-        "GEMM+NCCL": {"median_ms": 1.5, "role": "serial"},
-    }
+def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    times = {"flux": {"median_ms": 1.0, "role": "flux"}, "GEMM+NCCL": {"median_ms": 1.5, "role": "serial"}}
     common = {"op": "gemm_ar", "tp": 2, "local": [8, 4096, 2048], "times": times}
     of_fp8 = [{**common, "dtype": "float8_e4m3fn", "scales": scales} for scales in ("tensor", "block")]
     path = written(tmp_path / "all.json", *of_fp8, {**common, "dtype": "bfloat16"})
@@ -133,10 +131,7 @@ def test_where_vllm_would_fuse(prefills: list[tuple[int, int, float]], tokens: i
         ([(2, 4096, 16, 1.05), (2, 4096, 16, 0.9)], range(0)),
         ([(2, 4096, 16, 1.05), (2, 2048, 16, 0.9)], range(16, 17)),
         ([(2, 2048, 16, 0.9), (2, 16384, 16, 1.05)], range(0)),
-        (
-            [(2, 4096, 16, 1.05), (2, 16384, 16, 0.9), (2, 1024, 16, 0.9), (4, 4096, 16, 0.9)],
-            range(16, 17),
-        ),
+        ([(2, 4096, 16, 1.05), (2, 16384, 16, 0.9), (2, 1024, 16, 0.9), (4, 4096, 16, 0.9)], range(16, 17)),
         ([(4, 4096, 16, 1.05)], range(0)),
         ([], range(0)),
     ],
@@ -249,9 +244,7 @@ def on(machine: Machine) -> Iterator[None]:
     thresholds._measured.cache_clear()
 
 
-def test_what_is_shipped_is_for_one_kind_of_gpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
     for name in ("MIN_TOKENS", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     ((shipped, _),) = files.of_vllm()
@@ -284,7 +277,7 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(
 
 
 def test_a_result_of_another_machine_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: MonkeyPatch, tmp_path: Path, caplog: LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
     times = {"flux": {"median_ms": 1.0, "role": "flux"}, "a": {"median_ms": 1.5, "role": "serial"}}
@@ -300,7 +293,7 @@ def test_a_result_of_another_machine_is_not_used(
     assert f"{file} is of another machine (memory_gb_per_s 3352.3, not 4916.7)" in caplog.text
 
 
-def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_users_own_measurement(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
 
     def row(op: str, m: int, flux: float, **others: tuple[str, float]) -> dict[str, Any]:
@@ -326,9 +319,7 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (found.begin, found.why) == (3, "FLUX_VLLM_MIN_TOKENS")
 
 
-def test_a_file_of_another_kind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_another_kind(monkeypatch: MonkeyPatch, tmp_path: Path, caplog: LogCaptureFixture) -> None:
     monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
     for text in ("no json", "{}", "[]"):
         file = tmp_path / f"{len(text)}.json"
@@ -339,7 +330,7 @@ def test_a_file_of_another_kind(
         assert f"FLUX_VLLM_TUNING: result of flux bench {file}: expected" in line and "not used" in line
 
 
-def test_sequence_parallel_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallel_from(monkeypatch: MonkeyPatch) -> None:
     for name in ("SEQUENCE", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
 

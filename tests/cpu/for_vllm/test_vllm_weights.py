@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 import flux
 from flux.integrations.vllm import op, rows
@@ -35,7 +36,7 @@ class RowWeight(Weight):
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def given(monkeypatch: MonkeyPatch) -> dict[str, torch.Tensor]:
     """The tensors that the operators hand to flux, by the names of its arguments."""
     found: dict[str, torch.Tensor] = {}
 
@@ -93,7 +94,7 @@ def calls_of_python(call: Any) -> list[str]:
     return seen
 
 
-def test_torch_passes_weights_by_when_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_passes_weights_by_when_the_model_is_ready(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Weight, "__torch_function__", vars(Weight)["__torch_function__"])  # and back
     x, weight = torch.ones(2, 8), RowWeight(torch.arange(32.0).view(4, 8))
     expected = torch.nn.functional.linear(x, weight)

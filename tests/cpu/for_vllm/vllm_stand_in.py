@@ -13,16 +13,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flux
 from flux import _invariance, _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import (
-    expert_rows,
-    op,  # noqa: F401  (defines operators, which can be done only once)
-)
 from flux.integrations.vllm import report as reports
+from flux.integrations.vllm import rows  # defines operators, which can be done only once
 from flux.ops import explain
 
 
@@ -96,6 +96,7 @@ def fp8_kernel(weight: torch.Tensor) -> Any:
     )
 
 
+Modules = dict[str, types.ModuleType]
 CompilationMode = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
 
 
@@ -157,7 +158,7 @@ def _names(**names: Any) -> Any:
 def _nothing(*arguments: Any) -> None: ...
 
 
-def stand_in() -> dict[str, types.ModuleType]:
+def stand_in() -> Modules:
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300},
@@ -166,7 +167,8 @@ def stand_in() -> dict[str, types.ModuleType]:
             "CompilationConfig": _names(compile_ranges_endpoints=None),
             "ParallelConfig": _names(use_ubatching=False),
             "CompilationMode": CompilationMode,
-            "get_current_vllm_config_or_none": configuration,
+            "current": configuration(),
+            "get_current_vllm_config_or_none": lambda: modules["vllm.config"].current,
         },
         "vllm.distributed": {
             "get_tp_group": lambda: mock.Mock(
@@ -257,18 +259,15 @@ def configure(manager: Any, config: Any) -> None:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+def vllm(monkeypatch: MonkeyPatch) -> Iterator[Modules]:
     """A fresh vLLM of a known version, and a plugin that has seen none yet."""
     modules = stand_in()
     # What is put there is taken away again.
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("FLUX_TIMEOUT_S", raising=False)
     for name in (
-        "FLUX_VLLM",
-        "FLUX_VLLM_MIN_TOKENS",
-        "FLUX_VLLM_TUNING",
-        "FLUX_VLLM_SEQUENCE",
         "FLUX_BATCH_INVARIANT",
+        *(f"FLUX_VLLM{part}" for part in ("", "_MIN_TOKENS", "_TUNING", "_SEQUENCE")),
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLUX_VLLM_MOE", "off")  # it has no MoE layers
@@ -289,12 +288,18 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
             vars(plugin).pop(attribute, None)
 
 
-def registry(vllm: dict[str, types.ModuleType]) -> dict[str, type]:
+def use(vllm: Modules, **changes: Any) -> Any:
+    """Gives vLLM a configuration."""
+    config = vllm["vllm.config"].current = configuration(**changes)  # type: ignore[attr-defined]
+    return config
+
+
+def registry(vllm: Modules) -> dict[str, type]:
     found: dict[str, type] = vllm["vllm.model_executor.custom_op"].op_registry_oot
     return found
 
 
-def row_parallel(vllm: dict[str, types.ModuleType], *args: Any, **kwargs: Any) -> Any:
+def row_parallel(vllm: Modules, *args: Any, **kwargs: Any) -> Any:
     return vllm["vllm.model_executor.layers.linear"].RowParallelLinear(*args, **kwargs)
 
 
@@ -340,7 +345,7 @@ def define_moe_forward(rank: int, ranks: int) -> Any:
 
     def moe_forward(x: Any, logits: Any, shared: Any, ids: Any, name: Any, unpadded: int) -> torch.Tensor:
         chosen = logits.sum(-1, keepdim=True).remainder(3)
-        summed = expert_rows.rows_are_own() or len(x) >= int(name)
+        summed = rows.rows_are_own() or len(x) >= int(name)
         factors = range(1, ranks + 1) if summed else [rank + 1]
         result: torch.Tensor = sum(factor * (x.remainder(5) - 2) + chosen for factor in factors)
         x.fill_(torch.nan)
@@ -348,7 +353,7 @@ def define_moe_forward(rank: int, ranks: int) -> Any:
 
     library.impl("moe_forward", moe_forward, "CPU")
     library.impl("moe_forward", lambda x, *others: torch.empty_like(x), "Meta")
-    expert_rows.define(moe_forward_of_vllm)
+    rows.define_experts(moe_forward_of_vllm)
     return library
 
 
@@ -374,3 +379,39 @@ def define_norm() -> Any:
     library.impl("fused_add_rms_norm", add_norm, every)
     library.impl("rms_norm", lambda x, weight, eps, size=None: exact_norm(x, weight, eps), every)
     return library
+
+
+@pytest.fixture
+def vllms_operators() -> Iterator[None]:
+    """vLLM's operators in this process."""
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
+    yield
+    del libraries
+
+
+def trace(run: Any, x: torch.Tensor, w: dict[str, torch.Tensor]) -> fx.GraphModule:
+    """The graph of a model, as dynamo gives it to vLLM: of x, with any number of rows, and its weights."""
+    found: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        found.append(graph)
+        return lambda *inputs: [x] * len(graph.graph.output_node().args[0])
+
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(run, backend=backend, fullgraph=True)(x, w)
+    return found[0]
+
+
+def inputs(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list[Any]:
+    """For a traced graph, whose placeholders are called after what they hold."""
+    values = {"L_x_": x, **{f"L_w_{name}_": weight for name, weight in w.items()}}
+    return [values.get(str(node.target), len(x)) for node in graph.find_nodes(op="placeholder")]
+
+
+def lowered(module: fx.GraphModule, values: list[Any]) -> fx.Graph:
+    """The graph in aten's operators, in which vLLM's passes see it."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [value for value in values if not isinstance(value, torch.Tensor)]
+    made: fx.GraphModule = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
+    return made.graph

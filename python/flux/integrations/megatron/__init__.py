@@ -11,21 +11,23 @@ except ImportError as error:
         f"flux.integrations.megatron needs Megatron-Core (pip install megatron-core), but: {error}"
     ) from error
 
+from flux.integrations.megatron.convert import (
+    FluxTransformerLayer,
+    convert_model,
+    convert_spec,
+    coverage,
+    get_flux_layer_spec,
+    gpt_layer_spec,
+    on_flux,
+)
 from flux.integrations.megatron.linear import (
     FluxColumnParallelLinear,
     FluxRowParallelLinear,
     accumulate_into_main_grad,
     save_gathered_inputs,
 )
-from flux.integrations.megatron.model import convert_model, coverage, on_flux
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
-from flux.integrations.megatron.specs import (
-    FluxTransformerLayer,
-    convert_spec,
-    get_flux_layer_spec,
-    gpt_layer_spec,
-)
 
 __all__ = [
     "FluxColumnParallelLinear",

@@ -15,12 +15,22 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from flux._log import say_once
 from flux.calls import argument_types
-from flux.integrations.megatron import fp8
+from flux.fp8.scales import OUT
 from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
 from flux.ops import autocast
 from flux.ops.workspaces import expect_graphs
 
+try:
+    # Megatron enters contexts of Transformer Engine around the layers that multiply in fp8. Without it there
+    # are none, and all layers do.
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+except ImportError:
+    FP8GlobalStateManager = None
+
+_SCALINGS: dict[str, Any] = {"tensorwise": "tensor", "blockwise": "block"}
+_GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
+_Module: Any = torch.nn.Module  # with attributes of Megatron's classes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -38,9 +48,8 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
 
         from flux.integrations.megatron import FluxColumnParallelLinear, accumulate_into_main_grad
 
-        layer = FluxColumnParallelLinear(
-            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
-        )
+        how = {"config": config, "init_method": config.init_method, "bias": False}
+        layer = FluxColumnParallelLinear(32, 8 * p, **how, gather_output=False)
         accumulate_into_main_grad(layer)
         layer.weight.main_grad = torch.zeros(8, 32)
         layer(torch.ones(4, 1, 32, requires_grad=True))[0].sum().backward()
@@ -69,9 +78,8 @@ def save_gathered_inputs(model: torch.nn.Module, save: SaveGathered = "auto") ->
 
         from flux.integrations.megatron import FluxColumnParallelLinear, save_gathered_inputs
 
-        layer = FluxColumnParallelLinear(
-            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
-        )
+        how = {"config": config, "init_method": config.init_method, "bias": False}
+        layer = FluxColumnParallelLinear(32, 8 * p, **how, gather_output=False)
         save_gathered_inputs(layer, "auto")
     """
     argument_types.flag_or_auto("save_gathered_inputs", "save", save)
@@ -94,22 +102,11 @@ def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
     return bool(layer.flux_accumulates) and not any(hasattr(w, "__fsdp_param__") for w in weights)
 
 
-class FluxLinear(torch.nn.Module):
+class FluxLinear(_Module):  # type: ignore[misc,valid-type]
     """Base of both layers. Must precede Megatron's class among the bases."""
 
-    config: Any
-    tp_group: Any
-    weight: Any
-    bias: Any
-    sequence_parallel: bool
-    input_is_parallel: bool
-    skip_bias_add: bool
-    flux_accumulates: bool
-    flux_deferred: DeferredGrads | None
-    flux_fp8: Fp8 | None
-
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
-        recipe = fp8.recipe_of(type(self).__name__, config, options.get("is_expert", False))
+        recipe = _recipe_of(type(self).__name__, config, options.get("is_expert", False))
         # Megatron refuses the option without Apex, which flux does not need.
         quiet = copy.copy(config)
         quiet.gradient_accumulation_fusion = False
@@ -149,13 +146,14 @@ class FluxLinear(torch.nn.Module):
             return "activations are offloaded to the CPU"
         if autocast.enabled(x.device):
             return None
-        if x.dtype not in (fp8.DTYPES if self._fp8() else DTYPES) or weight.dtype != x.dtype:
+        if x.dtype not in (OUT if self._fp8() else DTYPES) or weight.dtype != x.dtype:
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None
 
     def _fp8(self) -> Fp8 | None:
         """How this call multiplies in fp8, or None."""
-        return self.flux_fp8 if fp8.is_on() else None
+        is_on = FP8GlobalStateManager is None or FP8GlobalStateManager.is_fp8_enabled()
+        return self.flux_fp8 if is_on else None
 
     def _delay(self, is_delayed: bool) -> None:
         """Whether backward_dw computes gradients of the weight."""
@@ -165,9 +163,16 @@ class FluxLinear(torch.nn.Module):
             # Tells Megatron's data parallelism to register its hook here, not with autograd.
             self.weight.skip_backward_post_hook = True
 
-    def _deferred_for(self, weight: torch.Tensor) -> DeferredGrads | None:
-        # Nobody calls backward_dw for a weight of another layer.
-        return self.flux_deferred if weight is self.weight else None
+    def _how(self, weight: torch.Tensor, group: Any, sequence_parallel: bool) -> dict[str, Any]:
+        """Arguments of flux's layers."""
+        return {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": collects(self, weight),
+            # Nobody calls backward_dw for a weight of another layer.
+            "deferred": self.flux_deferred if weight is self.weight else None,
+            "fp8": self._fp8(),
+        }
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Megatron's data parallelism: what backward_dw calls when the weight's gradient is complete."""
@@ -196,9 +201,8 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
 
         from flux.integrations.megatron import FluxColumnParallelLinear
 
-        layer = FluxColumnParallelLinear(
-            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
-        )
+        how = {"config": config, "init_method": config.init_method, "bias": False}
+        layer = FluxColumnParallelLinear(32, 8 * p, **how, gather_output=False)
         product, bias = layer(torch.randn(4, 1, 32))
         assert product.shape[-1] == 8
     """
@@ -215,17 +219,8 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
         if not self._runs_on_flux(input, weight):
             return super()._forward_impl(input, weight, *args, **options)
-        return column_linear(
-            input,
-            weight,
-            options["bias"],
-            group=options["tp_group"],
-            sequence_parallel=options["sequence_parallel"],
-            save_gathered=self.flux_saves_gathered,
-            gradient_accumulation_fusion=collects(self, weight),
-            deferred=self._deferred_for(weight),
-            fp8=self._fp8(),
-        )
+        how = self._how(weight, options["tp_group"], options["sequence_parallel"])
+        return column_linear(input, weight, options["bias"], **how, save_gathered=self.flux_saves_gathered)
 
 
 class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc]
@@ -241,15 +236,8 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
 
         from flux.integrations.megatron import FluxRowParallelLinear
 
-        layer = FluxRowParallelLinear(
-            8 * p,
-            32,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        how = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": False}
+        layer = FluxRowParallelLinear(8 * p, 32, **how, input_is_parallel=True)
         total, bias = layer(torch.randn(4, 1, 8))
         assert total.shape[-1] == 32
     """
@@ -266,15 +254,8 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
         if not self._runs_on_flux(input_, self.weight):
             result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(input_)
             return result
-        output = row_linear(
-            input_,
-            self.weight,
-            group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=collects(self, self.weight),
-            deferred=self.flux_deferred,
-            fp8=self._fp8(),
-        )
+        how = self._how(self.weight, self.tp_group, self.sequence_parallel)
+        output = row_linear(input_, self.weight, **how)
         if self.skip_bias_add:
             return output, self.bias
         # Not added by flux: the gradient of the bias must be that of the rank's rows, as Megatron sums it.
@@ -283,7 +264,7 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
 
 def adopt(layer: torch.nn.Module, cls: type[FluxLinear], may_be_fp8: bool = True) -> None:
     """Makes a layer of Megatron's class one of flux's, whose base that class is, in place."""
-    recipe = fp8.recipe_of(cls.__name__, layer.config, getattr(layer, "is_expert", False))
+    recipe = _recipe_of(cls.__name__, layer.config, getattr(layer, "is_expert", False))
     layer.__class__ = cls
     assert isinstance(layer, FluxLinear)
     prepare_capture(layer.config, layer.tp_group)
@@ -302,3 +283,34 @@ def adopt(layer: torch.nn.Module, cls: type[FluxLinear], may_be_fp8: bool = True
 def tell(layer: str, reason: str) -> None:
     """Logs, once for each layer class and reason."""
     say_once(f"flux: {layer} runs in Megatron's own code: {reason}")
+
+
+def _recipe_of(name: str, config: Any, is_expert: bool = False) -> Fp8 | None:
+    """How a layer with this config multiplies; None: in the dtype of its operands.
+
+    Raises:
+        ValueError: in fp4, or in fp8 in a way that flux.layers does not. Megatron's own classes compute in
+            neither, so the layer would silently train in 16 bits.
+    """
+    if config.fp4:
+        raise ValueError(f"{name}: config.fp4: expected None, got {config.fp4!r}; leave such specs alone")
+    if not config.fp8:
+        return None
+    # Some releases have an enumeration here, some plain strings.
+    recipe = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+    unserved = {
+        f"fp8_recipe: expected 'tensorwise' or 'blockwise', got {recipe!r}": recipe not in _SCALINGS,
+        f"fp8: expected 'e4m3' or 'hybrid', got {config.fp8!r}": config.fp8 not in _GRADIENTS,
+        "fp8_param: expected False: flux reads weights in 16 or 32 bits": config.fp8_param,
+        "quant_recipe: expected None with fp8: one recipe for all layers": (
+            getattr(config, "quant_recipe", None) is not None
+        ),
+        "fp8: expected None for layers of single experts, whose products flux has in 16 bits only": is_expert,
+        "first_last_layers_bf16: expected False without Transformer Engine: its contexts tell layers apart": (
+            config.first_last_layers_bf16 and FP8GlobalStateManager is None
+        ),
+    }
+    for reason, holds in unserved.items():
+        if holds:
+            raise ValueError(f"{name}: config.{reason}; leave such specs alone")
+    return Fp8(_SCALINGS[recipe], grad_dtype=_GRADIENTS[config.fp8], weight_grads=config.fp8_wgrad)

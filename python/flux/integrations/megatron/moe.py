@@ -12,15 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import distributed_data_parallel as data_parallel
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
-from flux.integrations.megatron import grouped
-from flux.integrations.megatron.experts import SharedTokens, expert_layer
+from flux.integrations.megatron.experts import SharedTokens, expert_layer, lay_out
 from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, prepare_capture, tell
-from flux.integrations.megatron.weights import lay_out
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
@@ -28,6 +27,12 @@ from flux.ops import autocast
 
 Tensor = torch.Tensor
 _LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
+# Transformer Engine's, of grouped experts; None or stand-ins if it is missing.
+GROUPED_LINEARS = tuple(
+    getattr(te, name, None) for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+)
+# Whose results Megatron's fine-grained offloading moves to the CPU.
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
 class FluxMoELayer(MoELayer):  # type: ignore[misc]
@@ -111,7 +116,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     def _reason(self, groups: Any) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
         config = self.config
-        are_grouped = grouped.are_grouped(self.experts)
+        are_grouped = _are_grouped(self.experts)
         reasons = {
             "the group of its experts has one rank": groups.tp_ep.size() == 1,
             f"its experts are {type(self.experts).__name__}, neither SequentialMLP nor TEGroupedMLP": (
@@ -134,7 +139,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             ),
         }
         if are_grouped:
-            reasons |= grouped.reasons(self.experts, config, _is_swiglu(config))
+            reasons |= _reasons_of_grouped(self.experts, config, _is_swiglu(config))
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _why_not(self, x: Tensor) -> str | None:
@@ -272,9 +277,9 @@ class _Modules:
         """
         if name not in self._owners:
             experts: Any = self._all[0]
-            if grouped.are_grouped(experts):
+            if _are_grouped(experts):
                 linear = getattr(experts, name)
-                found = [(linear, weight) for weight in grouped.names_of_weights(linear)]
+                found = [(linear, weight) for weight in _names_of_weights(linear)]
             else:
                 found = [(getattr(expert, name), "weight") for expert in reversed(experts.local_experts)]
             self._owners[name] = found
@@ -313,6 +318,46 @@ class _NoDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
         return hidden_states
 
 
+def _are_grouped(experts: torch.nn.Module) -> bool:
+    return type(experts) is TEGroupedMLP
+
+
+def _names_of_weights(linear: Any) -> list[str]:
+    """Of fc1 or fc2, the last expert's first."""
+    return [f"weight{number}" for number in reversed(range(linear.num_gemms))]
+
+
+def _reasons_of_grouped(experts: Any, config: Any, is_swiglu: bool) -> dict[str, bool]:
+    """Options of this class, or that Transformer Engine's layers carry out, which flux does not serve."""
+    linears = (experts.linear_fc1, experts.linear_fc2)
+    are_known = tuple(map(type, linears)) == GROUPED_LINEARS
+    are_separate = are_known and all(
+        each._parameters.get(name) is not None for each in linears for name in _names_of_weights(each)
+    )
+    selective = config.recompute_granularity == "selective"
+    recomputed = selective and "moe_act" in (config.recompute_modules or ())
+    offloads = getattr(config, "fine_grained_activation_offloading", False)
+    offloaded = _OFFLOADED & set(getattr(config, "offload_modules", None) or ())
+    interleaved = getattr(config, "moe_mlp_glu_interleave_size", None) is not None
+    return {
+        "the linear layers of its experts are not Transformer Engine's": not are_known,
+        "the weights of its experts are one parameter": are_known and not are_separate,
+        "its experts have a recipe of quantization": getattr(config, "quant_recipe", None) is not None,
+        "the weights of its experts are split over another group too (generalized tensor parallelism)": (
+            any(getattr(w, "gtp_remat_size", None) not in (None, 1) for w in experts.parameters())
+        ),
+        "its experts are one operation of Transformer Engine's": getattr(experts, "_with_fused_impl", False),
+        "Transformer Engine delays the gradients of its weights": config.delay_wgrad_compute,
+        "gates and ups alternate in its experts' weights": config.gated_linear_unit and interleaved,
+        "its activation keeps its input in fp8": (
+            config.bias_activation_fusion and config.activation_func_fp8_input_store
+        ),
+        # flux keeps no result of SwiGLU anyway. What it keeps of others is as much as without the option.
+        "its activation is recomputed": recomputed and not is_swiglu,
+        "activations of its experts are offloaded to the CPU": bool(offloads and offloaded),
+    }
+
+
 def _is_swiglu(config: Any) -> bool:
     """Whether the activation is silu(gate) * up and nothing else."""
     gated = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
@@ -320,9 +365,7 @@ def _is_swiglu(config: Any) -> bool:
 
 
 def _only_fetches(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is that of Megatron's data parallelism, which waits for the parameters of a module
-    (overlap_param_gather), and for which its arguments are nothing.
-    """
+    """Whether a hook waits for a module's parameters (overlap_param_gather); its arguments are nothing."""
     name: str = getattr(hook, "__qualname__", "")
     of_data_parallel = name.startswith("DistributedDataParallel._make_forward_pre_hook.")
     return of_data_parallel and getattr(hook, "__module__", "") == data_parallel.__name__
@@ -332,16 +375,11 @@ def chosen(routing_map: Tensor, probs: Tensor, top_k: int, local_experts: int) -
     """Experts, -1 for none, and probabilities [tokens, k] of a map and of probabilities [tokens, experts].
 
     Experts are numbered in reverse within each slice of `local_experts`: on every rank, whatever the layout
-    of its weights, for all ranks must number alike (flux.integrations.megatron.weights says what for).
+    of its weights, for all ranks must number alike (flux.integrations.megatron.experts says what for).
     """
     # A stable sort: the first k are the chosen experts, in order, whatever the machine.
     found, experts = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
-    experts = experts[:, :top_k]
-    ids = torch.where(found[:, :top_k] > 0, _reversed_in_slices(experts, local_experts), -1)
-    return ids, probs.gather(1, experts)
-
-
-def _reversed_in_slices(experts: Tensor, size: int) -> Tensor:
-    if size & (size - 1) == 0:
-        return experts ^ (size - 1)  # one launch; slices begin at multiples of their size
-    return experts + (size - 1) - 2 * (experts % size)
+    experts, last = experts[:, :top_k], local_experts - 1
+    is_power = local_experts & last == 0  # then slices begin at multiples of their size: one launch
+    numbers = experts ^ last if is_power else experts + last - 2 * (experts % local_experts)
+    return torch.where(found[:, :top_k] > 0, numbers, -1), probs.gather(1, experts)

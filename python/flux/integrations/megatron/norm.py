@@ -13,9 +13,12 @@ from flux.integrations.megatron.linear import FluxColumnParallelLinear
 
 
 def make_parameters(
-    config: Any, size: int, like: torch.Tensor | None = None
+    name: str, config: Any, size: int, like: torch.Tensor | None = None
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Weight and bias of a norm [size], marked for Megatron's reduction under sequence parallelism."""
+    if config.normalization not in ("LayerNorm", "RMSNorm"):
+        expected = "expected LayerNorm or RMSNorm"
+        raise ValueError(f"{name}: config.normalization: {expected}, got {config.normalization!r}")
     device = None if like is None else like.device
     if device is None and not config.use_cpu_initialization:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -46,13 +49,6 @@ def normalise(
     return nn.functional.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
 
 
-def check(config: Any, name: str) -> None:
-    if config.normalization not in ("LayerNorm", "RMSNorm"):
-        raise ValueError(
-            f"{name}: config.normalization: expected LayerNorm or RMSNorm, got {config.normalization!r}"
-        )
-
-
 class FluxNorm(nn.Module):
     """The norm that config.normalization names, by torch.
 
@@ -75,18 +71,14 @@ class FluxNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__()
-        check(config, "FluxNorm")
         self.config, self.eps = config, eps
-        self.weight, self.bias = make_parameters(config, hidden_size)
+        self.weight, self.bias = make_parameters("FluxNorm", config, hidden_size)
 
     @property
     def replicated_parameters(self) -> tuple[str, ...]:
         """For flux.layers.reduce_replicated_grads: torch may drop the attributes of its parameters."""
-        return (
-            tuple(name for name, _ in self.named_parameters(recurse=False))
-            if self.config.sequence_parallel
-            else ()
-        )
+        names = tuple(name for name, _ in self.named_parameters(recurse=False))
+        return names if self.config.sequence_parallel else ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalise(self.config, x, self.weight, self.bias, self.eps)
@@ -106,17 +98,16 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
 
         from flux.integrations.megatron import FluxLayerNormColumnParallelLinear
 
-        layer = FluxLayerNormColumnParallelLinear(
-            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
-        )
+        how = {"config": config, "init_method": config.init_method, "bias": False}
+        layer = FluxLayerNormColumnParallelLinear(32, 8 * p, **how, gather_output=False)
         product, bias = layer(torch.randn(4, 1, 32))
         assert product.shape[-1] == 8
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        check(config, "FluxLayerNormColumnParallelLinear")
-        self.layer_norm_weight, self.layer_norm_bias = make_parameters(config, input_size, self.weight)
+        of_norm = make_parameters("FluxLayerNormColumnParallelLinear", config, input_size, self.weight)
+        self.layer_norm_weight, self.layer_norm_bias = of_norm
 
     @property
     def replicated_parameters(self) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +27,12 @@ import flux
 from flux import _invariance
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import required_names
-from flux.integrations.vllm.fuse_norm_gemm import fuse_norm_gemm
-from flux.integrations.vllm.fuse_sum_norm_gemm import fuse_sum_norm_gemm
+from flux.integrations.vllm.behind_norm import (
+    drop_marks,
+    fuse_norm_gemm,
+    fuse_quantisation,
+    fuse_sum_norm_gemm,
+)
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -35,13 +41,12 @@ from flux.integrations.vllm.graph import (
     fuse_sum_and_norm,
     settle_sums,
     unfuse,
+    unshard,
 )
-from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.ranges import Layer, Ranges, over_fusion, ranges_on
 from flux.integrations.vllm.report import report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint
-from flux.integrations.vllm.unshard import unshard
 from flux.ops.explain import current_device, why_unfused
 from flux.ops.gemm import SERVED_TOKENS
 from flux.ops.workspaces import rank_and_size
@@ -71,9 +76,7 @@ class Rules:
     linear_only: bool = False
 
     def install(self) -> None:
-        """Puts the pass before those of vLLM, and makes models sequence parallel before vLLM splits their
-        graphs; once.
-        """
+        """Puts the pass before vLLM's, and makes models sequence parallel before vLLM splits them; once."""
         if self.installed:
             return
         self.installed = True
@@ -101,11 +104,7 @@ class Rules:
 
 class FluxPass(InductorPass):  # type: ignore[misc]
     """Gives layers back to vLLM where flux does not begin before the end of a range, or vLLM fuses their
-    all-reduce; in the others flux takes the norms too.
-
-    Args:
-        rules: of the model.
-        others: vLLM's passes for the same graph.
+    all-reduce; in the others flux takes the norms too. `others` are vLLM's passes for the same graph.
     """
 
     def __init__(self, rules: Rules, others: list[Any]) -> None:
@@ -125,8 +124,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
         settle_sums(graph, start, end)
-        for kind, count in count_sharded(graph).items():
-            counts[kind] += count
+        counts.update(count_sharded(graph))
         counts["given back"] += unfuse(graph, 0 if names else end)
         drop_products(graph, start)
         fuse_sum_norm_gemm(graph, start)
@@ -146,9 +144,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         rules = f"{sums} {self.few} {self.many}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
-        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, fuse_sum_norm_gemm)
-        steps = (*ours, fuse_quantisation, drop_marks, fuse_norm_gemm)
-        return str(self.hash_source(self, *steps, rules, rank))
+        sources = [inspect.getsource(sys.modules[step.__module__]) for step in (unfuse, fuse_norm_gemm)]
+        return str(self.hash_source(self, *sources, rules, rank))
 
 
 def _told(counts: Counter[str], fusions: list[str]) -> str:
@@ -177,13 +174,13 @@ def _shard(graph: torch.fx.GraphModule, config: Any) -> set[str]:
     def begins(*layer: Any) -> int | None:
         return ranges_on(current_device(), layer_of(config, *layer)).sequence
 
-    sharded = shard(graph.graph, begins)
-    if not sharded.sums:  # a draft model, too, is a model
-        report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
+    start = shard(graph.graph, begins)
+    if isinstance(start, str):  # a draft model, too, is a model
+        report.sequence = report.sequence or f"Not sequence parallel: {start}"
         return set()
     graph.recompile()
-    split_range(config, sharded.from_tokens)
-    report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
+    split_range(config, start)
+    report.sequence = f"Sequence parallel from {start} tokens on"
     return {kind for kind, count in count_sharded(graph.graph).items() if count}
 
 
@@ -200,41 +197,26 @@ def layer_of(
     ranks = ranks or rank_and_size(group_name)[1]
     unfused = why_unfused("gemm_rs", ranks, n, k, dtype, current_device(), group_name, scaling=scaling)
     itemsize = (scaling.out_dtype if scaling else dtype).itemsize
-    return Layer(
-        n,
-        k,
-        ranks,
-        itemsize,
-        scaling.kind if scaling else "",
-        has_experts(config),
-        is_eager(config),
-        _bytes_fused_by_vllm(config, ranks) // (n * itemsize),
-        unfused is None,
-    )
+    # Up to which sums vLLM fuses them with RMSNorm; 0 if it does not, or does not say.
+    passes: Any = getattr(getattr(config, "compilation_config", None), "pass_config", None)
+    fuses = getattr(passes, "fuse_allreduce_rms", False) and hasattr(passes, "flashinfer_max_size")
+    nbytes: int = (passes.flashinfer_max_size(ranks) or 0) if fuses else 0
+    of_model = (has_experts(config), is_eager(config), nbytes // (n * itemsize))
+    return Layer(n, k, ranks, itemsize, scaling.kind if scaling else "", *of_model, unfused is None)
 
 
 def is_eager(config: Any) -> bool:
     return config is not None and config.compilation_config.mode == CompilationMode.NONE
 
 
-def _bytes_fused_by_vllm(config: Any, ranks: int) -> int:
-    """Up to which sums vLLM fuses them with RMSNorm; 0 if it does not, or does not say."""
-    passes: Any = None if config is None else getattr(config.compilation_config, "pass_config", None)
-    if not getattr(passes, "fuse_allreduce_rms", False) or not hasattr(passes, "flashinfer_max_size"):
-        return 0
-    return passes.flashinfer_max_size(ranks) or 0
-
-
 def has_experts(config: Any) -> bool:
     """Whether vLLM says that the model has experts. Only dense models were measured against its fusion."""
-    model: Any = getattr(config, "model_config", None)
-    return hasattr(model, "get_num_experts") and bool(model.get_num_experts())
+    count = getattr(getattr(config, "model_config", None), "get_num_experts", None)
+    return count is not None and bool(count())
 
 
 def split_range(config: Any, tokens: int) -> None:
-    """Lets one of vLLM's ranges begin at `tokens`, in a model that is not compiled yet: below, its graphs are
-    then vLLM's own.
-    """
+    """Lets one of vLLM's ranges begin at `tokens`, in a model that is not compiled yet."""
     if config is None:
         return
     compilation = config.compilation_config

@@ -33,7 +33,7 @@ class Fp8:
     """How a layer computes.
 
     Attributes:
-        kernel: vLLM's.
+        kernel: vLLM's. One that chooses between two quantises inside; its second one does what flux does.
         shape: [N, K] of this rank's weight.
         quant: how rows are quantised, as in flux.quantize.
         out_dtype: of the product.
@@ -59,11 +59,6 @@ class Fp8:
         by_block = self.quant == "group128" and self.shape[1] > BLOCK
         return Scaling("block" if by_block else "row", self.out_dtype)
 
-    @property
-    def quantiser(self) -> Any:
-        """vLLM's. A kernel that chooses between two quantises inside; its second one does what flux does."""
-        return getattr(self.kernel, "fallback", self.kernel).quant_fp8
-
     def operands(self, layer: Any) -> tuple[Tensor, Tensor]:
         """The weight [N, K] and its scales."""
         weight: Tensor = layer.weight
@@ -73,7 +68,7 @@ class Fp8:
         """Rows [M, K] and their scales, as vLLM quantises them; it may have done so already."""
         if not isinstance(x, torch.Tensor):
             return x.data, x.scale
-        q, scale = self.quantiser(x, getattr(layer, "input_scale", None), None)
+        q, scale = self.kernel.quant_fp8(x, getattr(layer, "input_scale", None), None)
         return q[: x.shape[0]], scale  # without the rows that vLLM pads for some kernels
 
     def of_mark(self, static: Tensor | None) -> tuple[str, Tensor | None, bool]:
@@ -102,13 +97,12 @@ def of_layer(layer: Any) -> Fp8 | str:
     if out_dtype not in OUT:
         return f"weights are fp8, and results {out_dtype}"
     n, k = config.weight_shape
+    kernel = getattr(kernel, "fallback", kernel)
     return Fp8(kernel, (int(n), int(k)), quant, bool(of_x.static), out_dtype)
 
 
 def loaded(layer: Any, found: Fp8) -> Fp8 | str:
-    """The same of a layer whose weights are loaded, or why flux cannot take them: vLLM's kernel may have
-    repacked them.
-    """
+    """The same of a layer with loaded weights, or why flux cannot take them: vLLM may have repacked them."""
     weight, (n, k) = layer.weight, found.shape
     name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale"
     scale = getattr(layer, name, None)
@@ -130,12 +124,7 @@ def loaded(layer: Any, found: Fp8) -> Fp8 | str:
 
 @functools.cache
 def install(mark: Any) -> None:
-    """Lets flux look at fp8 layers when their weights are loaded, and mark those that are column-parallel;
-    once.
-
-    Args:
-        mark: whether a layer and what it computes may be marked.
-    """
+    """Lets flux look at fp8 layers once they are loaded, and mark column-parallel ones that may be; once."""
     for method in _METHODS:
         _watch(method, mark)
 
@@ -171,8 +160,7 @@ def _watch(method: Any, mark: Any) -> None:
 
 def _marking(found: Fp8) -> Fp8:
     """A column-parallel layer that marks its product, and what vLLM's quantisation of its rows gives."""
-    kernel = getattr(found.kernel, "fallback", found.kernel)
-    quantise = kernel.quant_fp8
+    quantise = found.kernel.quant_fp8
     powers = found.quant == "group128" and bool(quantise.use_ue8m0)
     found = replace(found, marked=True, powers=powers)
 
@@ -182,5 +170,5 @@ def _marking(found: Fp8) -> Fp8:
             return q, scale
         return quantised_rows(q, scale, x, *found.of_mark(static))
 
-    kernel.quant_fp8 = quantise_and_mark
+    found.kernel.quant_fp8 = quantise_and_mark
     return found

@@ -31,21 +31,18 @@ _FP8_METHODS = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
 
-
 # Of the model in this process.
 rules = compiled.Rules()
 
 
 class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """RowParallelLinear whose GEMM and all-reduce are one operator, which decides call by call between
-    flux.gemm_ar and vLLM's own. Layers that flux does not serve behave as vLLM's.
-    """
+    """RowParallelLinear as one operator, which decides call by call between flux.gemm_ar and vLLM's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._flux_fp8: Any = None
         _serve_sums(self)
-        why_not = _why_not(self)
+        why_not = first_that_applies(_reasons(self))
         self._flux_serves = why_not is None
         if why_not is not None:
             report.refused[_KIND, why_not] += 1
@@ -80,9 +77,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
         elif (output := self._fp8_forward(input_, bias)) is None:
             return super().forward(input_)
-        if not self.return_bias:
-            return output
-        return output, self.bias if self.skip_bias_add else None
+        return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
 
     def _fp8_forward(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The sum over ranks of a layer with fp8 weights; None: vLLM computes it."""
@@ -127,15 +122,8 @@ def replace_row_parallel(mode: str) -> str | None:
     return None
 
 
-def _why_not(layer: RowParallelLinear) -> str | None:
-    """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
-    return first_that_applies(_reasons(layer))
-
-
 def first_that_applies(reasons: Iterator[tuple[str, bool]]) -> str | None:
-    """The first reason that applies, or None. In a version of vLLM that flux has not seen, an attribute may
-    be missing: that is a reason, too.
-    """
+    """The first reason that applies, or None. Another vLLM may lack an attribute: a reason, too."""
     try:
         return next((reason for reason, applies in reasons if applies), None)
     except AttributeError as error:
@@ -143,8 +131,8 @@ def first_that_applies(reasons: Iterator[tuple[str, bool]]) -> str | None:
 
 
 def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
-    """What could be in the way, and whether it is. In an order in which each question makes sense where those
-    before have been answered with no.
+    """What could be in the way, and whether it is: facts that are equal on all ranks, in an order in which
+    each question makes sense where those before have been answered with no.
     """
     config = get_current_vllm_config_or_none()
     n, k = layer.output_size, layer.input_size_per_partition
@@ -155,7 +143,8 @@ def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
     yield from common_reasons(config, layer.params_dtype).items()
     yield "LoRA is on", config is not None and config.lora_config is not None
     yield "sizes are not multiples of 8", bool(n % ALIGNMENT or k % ALIGNMENT)
-    yield "vLLM is told which GEMM to use", _chosen_gemm(config)
+    kernels = getattr(config, "kernel_config", None)  # older versions have no such setting
+    yield "vLLM is told which GEMM to use", getattr(kernels, "linear_backend", "auto") != "auto"
     scaling = layer._flux_fp8.scaling if layer._flux_fp8 else None
     unfused = unfused_reason(n, k, torch.float8_e4m3fn if scaling else layer.params_dtype, scaling=scaling)
     yield f"flux would run unfused: {unfused}", unfused is not None
@@ -187,23 +176,20 @@ def _may_mark(layer: Any, found: Any) -> bool:
     """Whether sequence-parallel models may gather the rows of a column-parallel layer with fp8 weights."""
     config = get_current_vllm_config_or_none()
     by_row = found.quant != "tensor" or found.is_static  # else a scale depends on all ranks' rows
-    has_pass = rules.installed and config is not None
-    if not has_pass or config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
-        return False
-    if layer.tp_size == 1 or not by_row:
+    if not rules.installed or config is None or layer.tp_size == 1 or not by_row:
         return False
     n, k = found.shape
-    unfused = unfused_reason(n, k, torch.float8_e4m3fn, "ag_gemm", found.scaling)
-    return n % ALIGNMENT == 0 and unfused is None
+    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE or n % ALIGNMENT:
+        return False
+    return unfused_reason(n, k, torch.float8_e4m3fn, "ag_gemm", found.scaling) is None
 
 
 def _ranges(layer: Any, config: Any) -> Ranges:
     scaling = layer._flux_fp8.scaling if layer._flux_fp8 else None
     dtype = torch.float8_e4m3fn if scaling else layer.params_dtype
     weight = (layer.output_size, layer.input_size_per_partition, dtype)
-    group_name = str(get_tp_group().device_group.group_name)
-    facts = compiled.layer_of(config, *weight, group_name, scaling, layer.tp_size)
-    return ranges_on(current_device(), facts)
+    where = (str(get_tp_group().device_group.group_name), scaling, layer.tp_size)
+    return ranges_on(current_device(), compiled.layer_of(config, *weight, *where))
 
 
 def _kind(layer: Any) -> str:
@@ -211,9 +197,7 @@ def _kind(layer: Any) -> str:
 
 
 def _serve_sums(layer: RowParallelLinear) -> None:
-    """Lets compiled graphs use flux for the sums of the layer's group, also where the layer itself is vLLM's:
-    it is quantised, has adapters, or its results are summed with those of experts.
-    """
+    """Lets graphs use flux for sums of the layer's group, also of layers or experts that are vLLM's."""
     config = get_current_vllm_config_or_none()
     if first_that_applies(_reasons_against_sums(layer, config)) is not None:
         return
@@ -239,9 +223,7 @@ def _reasons_against_sums(layer: RowParallelLinear, config: Any) -> Iterator[tup
 def unfused_reason(
     n: int, k: int, dtype: torch.dtype, op: str = "gemm_ar", scaling: Scaling | None = None
 ) -> str | None:
-    """Why a sum over ranks of rows times a weight [n, k] would not run fused, as far as known before the
-    group's first call, or None.
-    """
+    """Why sums of rows times a weight [n, k] would run unfused, as far as known early, or None."""
     group = get_tp_group()
     problem = (group.world_size, n, k, dtype, current_device(), str(group.device_group.group_name))
     return why_unfused(op, *problem, scaling=scaling)
@@ -258,9 +240,3 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
         "FLUX_VLLM is pass, and the model is eager": rules.mode == "pass" and compiled.is_eager(config),
     }
-
-
-def _chosen_gemm(config: Any) -> bool:
-    """Whether the user has chosen a GEMM for linear layers; older versions of vLLM have no such setting."""
-    kernels = getattr(config, "kernel_config", None)
-    return getattr(kernels, "linear_backend", "auto") != "auto"

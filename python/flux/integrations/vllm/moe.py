@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from flux import _invariance
 from flux.fp8.scales import BLOCK, Scaling
-from flux.integrations.vllm import compiled, expert_rows, layer
+from flux.integrations.vllm import compiled, layer, rows
 from flux.integrations.vllm.experts import Scales, experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.ranges import ALIGNMENT, Layer, experts_from, experts_sum_from
@@ -48,7 +48,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        why_not = _why_not(self)
+        why_not = layer.first_that_applies(_reasons(self))
         self._flux_may_sum, self._flux_sums_from = False, NEVER
         if why_not is not None:
             report.refused[_KIND, why_not] += 1
@@ -66,9 +66,11 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
         # Weights, then the scales of fp8 ones: they may be replaced, so they are looked up in each call.
-        self._flux_look_up = attrgetter(*_WEIGHTS, *_names_of_scales(experts.quant_method))
+        scale = getattr(experts.quant_method, "weight_scale_name", None)
+        scales = [] if scale is None else [f"{each.removesuffix('weight')}{scale}" for each in _WEIGHTS]
+        self._flux_look_up = attrgetter(*_WEIGHTS, *scales)
         self._flux_copies: tuple[torch.Tensor, ...] = ()
-        expert_rows.define(moe_runner._moe_forward)
+        rows.define_experts(moe_runner._moe_forward)
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
             shared = self.shared_experts is not None
@@ -81,20 +83,15 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
 
     def _apply_quant_method(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **others: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> Any:
         """Chooses and runs the experts, inside the operator that vLLM's graphs contain."""
-        own_rows = expert_rows.rows_are_own()
+        given = {"hidden_states": hidden_states, "router_logits": router_logits}
+        own_rows = rows.rows_are_own()
         if not own_rows and hidden_states.shape[0] < self._flux_sums_from:
-            result: tuple[torch.Tensor | None, torch.Tensor] = super()._apply_quant_method(
-                hidden_states=hidden_states, router_logits=router_logits, **others
-            )
-            return result
+            return super()._apply_quant_method(**given, **others)
         self._size_workspace(hidden_states)
         weights, ids = self.router.select_experts(
-            hidden_states=hidden_states,
-            router_logits=router_logits,
-            topk_indices_dtype=torch.int32,
-            input_ids=others.get("input_ids"),
+            **given, topk_indices_dtype=torch.int32, input_ids=others.get("input_ids")
         )
         w13, w2, scales = self._loaded()
         arguments = (hidden_states, ids, weights, w13, w2)
@@ -103,31 +100,22 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             return None, experts_of_own_rows(*arguments, *where, scales=scales)
         return None, summed_experts(*arguments, *self._flux_group, scales=scales)
 
-    def _maybe_reduce_final_output(
-        self, states: torch.Tensor, trunc_size: int | None, *others: Any
-    ) -> torch.Tensor:
+    def _maybe_reduce_final_output(self, states: torch.Tensor, trunc_size: int | None, *others: Any) -> Any:
         """Sums the output over ranks, unless flux has already done so."""
-        total: torch.Tensor
         if not self._flux_may_sum:
-            total = super()._maybe_reduce_final_output(states, trunc_size, *others)
-            return total
+            return super()._maybe_reduce_final_output(states, trunc_size, *others)
         total = all_reduce_below(states, self._flux_sums_from, self._flux_vllm_group)
         return total if trunc_size is None else total[..., :trunc_size]
 
     def _take_own_part(self) -> None:
-        """Lets flux compute what vLLM's kernel would, for batches of enough tokens. Where all ranks have the
-        same tokens, vLLM runs shared experts outside of that kernel.
-        """
+        """Lets flux compute what vLLM's kernel would, without shared experts, in batches of enough tokens."""
         experts, own_group = self.routed_experts, _group_of_this_rank()
         forward = self._flux_theirs = experts.forward_modular
         self._flux_has_sized = False
 
-        def own_part(
-            x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
+        def own_part(x: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if x.shape[0] < self._flux_from:
-                theirs: torch.Tensor = forward(x, topk_weights, topk_ids, *args, **kwargs)
-                return theirs
+                return forward(x, topk_weights, topk_ids, *args, **kwargs)
             self._size_workspace(x)
             here = experts.expert_map
             ids = topk_ids if here is None else here[topk_ids]
@@ -163,37 +151,21 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         method.process_weights_after_loading = copy_and_process
 
 
-def _names_of_scales(method: Any) -> tuple[str, ...]:
-    """What a layer calls the scales of its fp8 weights."""
-    if type(method) is UnquantizedFusedMoEMethod:
-        return ()
-    return tuple(f"{each.removesuffix('weight')}{method.weight_scale_name}" for each in _WEIGHTS)
-
-
 def replace_runner() -> None:
     """Registers the runner with vLLM; doing it again is fine. layer.replace_row_parallel comes first."""
     present = custom_op.op_registry_oot.get(_NAME)
     if present is FluxMoERunner:
         return
     if present is not None:
-        tell(
-            f"MoE layers stay vLLM's: another plugin has replaced {_NAME} by {present.__name__}",
-            logging.WARNING,
-        )
+        why = f"another plugin has replaced {_NAME} by {present.__name__}"
+        tell(f"MoE layers stay vLLM's: {why}", logging.WARNING)
         return
     compiled.distinguish_cached_graphs("moe")
     MoERunner.register_oot(name=_NAME)(FluxMoERunner)
 
 
-def _why_not(runner: MoERunner) -> str | None:
-    """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
-    return layer.first_that_applies(_reasons(runner))
-
-
 def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
-    """What could be in the way, and whether it is. In an order in which each question makes sense where those
-    before have been answered with no.
-    """
+    """As of layer._reasons."""
     config, moe, experts = get_current_vllm_config_or_none(), runner.moe_config, runner.routed_experts
     parallel, method = moe.moe_parallel_config, experts.quant_method
     yield from _reasons_of_weights(method, moe)
@@ -203,7 +175,9 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     # Under expert parallelism, vLLM counts one rank of tensor parallelism.
     yield "they are not sharded over ranks", parallel.tp_size == 1 and not parallel.use_ep
     yield "ranks have different tokens", max(parallel.dp_size, parallel.pcp_size, parallel.sp_size) > 1
-    yield "vLLM makes the model sequence-parallel", _has_sequence_parallelism(config)
+    # By a pass, which counts on an all-reduce behind each layer; newer versions have none.
+    passes: Any = None if config is None else config.compilation_config.pass_config
+    yield "vLLM makes the model sequence-parallel", bool(getattr(passes, "enable_sp", False))
     yield "results are not reduced", bool(moe.skip_final_all_reduce)
     transforms = (runner.routed_input_transform, runner.routed_output_transform)
     yield "what experts take or give is transformed", any(transform is not None for transform in transforms)
@@ -214,16 +188,14 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     yield "experts have biases", bool(moe.has_bias)
     yield "routing weights multiply the input", bool(experts.apply_router_weight_on_input)
     yield f"tokens choose more than {MAX_TOP_K} experts", moe.experts_per_token > MAX_TOP_K
-    yield (
-        "sizes are not multiples of 8",
-        any(size % ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
-    )
+    sizes = (moe.hidden_dim, moe.intermediate_size_per_partition)
+    yield "sizes are not multiples of 8", any(size % ALIGNMENT for size in sizes)
     yield "vLLM is told which kernel to use", moe.moe_backend != "auto"
     is_plain = type(method) is UnquantizedFusedMoEMethod
     kernel = (method.unquantized_backend if is_plain else method.fp8_backend).name
     yield f"vLLM's kernel is {kernel}", kernel not in _KERNELS
     yield "vLLM's kernel chooses the experts", bool(method.is_monolithic)
-    sizes, dtype = (moe.hidden_dim, moe.intermediate_size_per_partition), experts.params_dtype
+    dtype = experts.params_dtype
     how = (dtype,) if is_plain else (torch.float8_e4m3fn, "gemm_ar", Scaling("block", dtype))
     unfused = layer.unfused_reason(*sizes, *how)
     yield f"flux would run unfused: {unfused}", unfused is not None
@@ -254,20 +226,9 @@ def _group_of_this_rank() -> str:
 
 
 def _are_in_order(here: torch.Tensor | None, group: Any) -> bool:
-    """Whether each rank has a part of all experts, or the first rank the first ones, and so on.
-
-    Args:
-        here: for each expert its place on this rank, or -1; None: all ranks have all.
-    """
-    if here is None:
+    """Whether each rank has a part of all experts (None), or the first rank the first ones, and so on."""
+    if here is None:  # else for each expert its place on this rank, or -1
         return True
     count, rest = divmod(len(here), group.world_size)
     first = count * group.rank_in_group
     return not rest and here[first : first + count].tolist() == list(range(count))
-
-
-def _has_sequence_parallelism(config: Any) -> bool:
-    """Whether compiled graphs get it from a pass, which counts on an all-reduce behind each layer; newer
-    versions of vLLM have none.
-    """
-    return config is not None and bool(getattr(config.compilation_config.pass_config, "enable_sp", False))

@@ -3,6 +3,18 @@ torch.ops.vllm.all_reduce.
 
 Those of fp8 layers also take the product that vLLM computes. Where flux is not used, it is the result, and
 the graph is vLLM's; where flux is, the pass takes it away (graph.drop_products), and what only it needed.
+
+Arguments, here and in rows.py:
+    x: [M, K/p], in fp8 with scale_x.
+    weight, bias: [N, K/p], and [N] or None, the same on all ranks.
+    min_tokens: the first batch that is flux's.
+    group_name, vllm_group: torch's name of the process group, and vLLM's.
+    scale_x, scale_w, out_dtype: of fp8 operands, as in flux.gemm_ar.
+    product: of fp8 operands: what vLLM computes on this rank, with the bias on one of them.
+    quant, quant_scale, ue8m0: how vLLM quantises rows, its static scale if it has one, and whether scales are
+        powers of two: as in flux.quantize.
+
+Results are fresh tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +37,7 @@ from flux.ops.explain import why_unfused
 P = ParamSpec("P")
 R = TypeVar("R")
 Tensor = torch.Tensor
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
 
@@ -79,24 +92,11 @@ def linear_all_reduce(
     out_dtype: torch.dtype | None = None,
     product: Tensor | None = None,
 ) -> Tensor:
-    """Sum over ranks of x · weightᵀ, plus bias once: by flux from `min_tokens` rows on, by vLLM below.
-
-    Args:
-        x: [..., K/p].
-        weight: [N, K/p].
-        bias: [N], the same on all ranks.
-        group_name: of torch's process group.
-        vllm_group: vLLM's name of the same group.
-        scale_x, scale_w, out_dtype: of fp8 operands, as in flux.gemm_ar.
-        product: of fp8 operands: vLLM's of this rank [..., N], with the bias on one of them.
-
-    Returns:
-        [..., N], a fresh tensor.
-    """
+    """Sum over ranks of x [..., K/p] · weightᵀ, plus bias: by flux from `min_tokens` rows on."""
     # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
     # A call that must be batch invariant and cannot be raises: other calls of the layer may have been.
-    weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
+    weight, bias, scale_w = plain(weight), plain(bias), plain(scale_w)
     ours = _tokens(x) >= min_tokens and (
         _invariance.active() or _runs_fused(x, weight, group_name, scale_x, out_dtype)
     )
@@ -124,14 +124,8 @@ def scaled_linear(
     quant_scale: Tensor | None,
     ue8m0: bool,
 ) -> Tensor:
-    """vLLM's product of an fp8 layer, with what flux needs to compute it itself. The pass takes it out of
-    every graph; until then it tells sequence.py what the layer is.
-
-    Args:
-        x: [..., K] before it is quantised.
-        weight, bias, scale_w: [N, K], [N], and the weight's scales.
-        quant, quant_scale, ue8m0: how vLLM quantises x, its static scale if it has one, and whether scales
-            are powers of two: as in flux.quantize.
+    """vLLM's product of an fp8 layer, with what flux needs to compute it itself, such as x before it is
+    quantised. The pass takes it out of every graph; until then it tells sequence.py what the layer is.
     """
     return product
 
@@ -144,7 +138,7 @@ def quantised_rows(
     q: Tensor, scale: Tensor, x: Tensor, quant: str, quant_scale: Tensor | None, ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
     """What vLLM's quantisation of x [M, K] gives, and how it does it, as of scaled_linear. The pass takes it
-    out of every graph; until then it tells quantised.py what flux can compute with a norm.
+    out of every graph; until then it tells behind_norm.py what flux can compute with a norm.
     """
     return q, scale
 
@@ -156,9 +150,7 @@ def _below(x: Tensor, min_tokens: int, vllm_group: str) -> Tensor:
 
 @operator(lambda a: torch.empty_like(a.x), _below)
 def all_reduce_below(x: Tensor, min_tokens: int, vllm_group: str) -> Tensor:
-    """Sum over ranks of x [tokens, N] by vLLM, if there are fewer than `min_tokens`; from there on flux has
-    summed x already, and it is returned.
-    """
+    """Sum over ranks of x [tokens, N] by vLLM; from `min_tokens` on flux has summed x already."""
     return x if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
 
 
@@ -168,7 +160,15 @@ def _all_reduce(x: Tensor, vllm_group: str) -> Tensor:
     return total
 
 
-@operator(lambda a: (torch.empty_like(a.residual), torch.empty_like(a.residual)))
+def _fake_norm(a: Any) -> list[Tensor]:
+    both = [torch.empty_like(a.residual) for _ in range(1 + a.return_norm)]
+    if a.quant is None:
+        return both
+    how = (a.quant, a.quant_scale, a.ue8m0, torch.float8_e4m3fn)
+    return [*torch.ops.flux.quantize.default(a.residual, *how), *both]
+
+
+@operator(_fake_norm)
 def linear_all_reduce_norm(
     x: Tensor,
     weight: Tensor,
@@ -179,17 +179,24 @@ def linear_all_reduce_norm(
     group_name: str,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
-    # The products of `serving` depend on the number of tokens.
-    if scale_x is None and gemm.in_graph(x) and not _invariance.active():
-        of_sum = (x, plain(weight), plain_if_any(bias), residual, norm_weight, eps, group_name)
-        with torch.no_grad():
-            return gemm_ar.serving(*of_sum)
-    result: tuple[Tensor, Tensor] = _with_norm(
-        x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w
-    )
-    return result
+    quant: str | None = None,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    return_norm: bool = True,
+) -> list[Tensor]:
+    """linear_all_reduce by flux, residual and RMSNorm: norm and sum, or with `quant` as flux.gemm_ar."""
+    with torch.no_grad():
+        # The products of `serving` depend on the number of tokens.
+        if scale_x is None and quant is None and gemm.in_graph(x) and not _invariance.active():
+            given = (x, plain(weight), plain(bias), residual, norm_weight, eps, group_name)
+            return list(gemm_ar.serving(*given))
+        how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+        if scale_x is not None:
+            how |= {"scale_x": scale_x, "scale_w": plain(scale_w), "out_dtype": residual.dtype}
+        if quant is not None:
+            how |= {"quant": quant, "quant_scale": plain(quant_scale), "ue8m0": ue8m0}
+            how["return_norm"] = return_norm
+        return list(flux.gemm_ar(x, plain(weight), plain(bias), group=group_name, **how))
 
 
 @operator(lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[0] // (2 if a.swiglu else 1)))
@@ -199,49 +206,11 @@ def linear_behind_norm(x: Tensor, weight: Tensor, swiglu: bool) -> Tensor:
         return gemm.serving(x, plain(weight), swiglu=swiglu)
 
 
-def _with_norm(*of_sum: Any, **quant: Any) -> Any:
-    x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w = of_sum
-    weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
-    how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps, **quant}
-    if scale_x is not None:
-        how |= {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": residual.dtype}
-    with torch.no_grad():
-        return flux.gemm_ar(x, weight, bias, group=group_name, **how)
-
-
-def _fake_norm_quant(a: Any) -> list[Tensor]:
-    how = (a.quant, a.quant_scale, a.ue8m0, torch.float8_e4m3fn)
-    q, scale = torch.ops.flux.quantize.default(a.residual, *how)
-    return [q, scale, *(torch.empty_like(a.residual) for _ in range(1 + a.return_norm))]
-
-
-@operator(_fake_norm_quant)
-def linear_all_reduce_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    group_name: str,
-    scale_x: Tensor | None,
-    scale_w: Tensor | None,
-    quant: str,
-    quant_scale: Tensor | None,
-    ue8m0: bool,
-    return_norm: bool,
-) -> list[Tensor]:
-    """linear_all_reduce_norm, quantised as in flux.gemm_ar: returns what that does."""
-    how = {"quant": quant, "quant_scale": plain_if_any(quant_scale), "ue8m0": ue8m0}
-    of_sum = (x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w)
-    return list(_with_norm(*of_sum, **how, return_norm=return_norm))
-
-
-def plain(tensor: Tensor) -> Tensor:
+def plain(tensor: MaybeTensor) -> MaybeTensor:
     """The same tensor without a class whose __torch_function__ Python would have to call. flux repeats calls
     without Python (flux.comm.repeat) only if no tensor has one.
     """
-    if needs_no_python(tensor):
+    if tensor is None or needs_no_python(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
@@ -259,11 +228,6 @@ def pass_by(weights: type[torch.nn.Parameter]) -> bool:
         return False
     weights.__torch_function__ = PASSED_BY  # type: ignore[assignment, method-assign]
     return True
-
-
-def plain_if_any(tensor: Tensor | None) -> Tensor | None:
-    """As plain, for an optional argument."""
-    return None if tensor is None else plain(tensor)
 
 
 def _tokens(x: Tensor) -> int:

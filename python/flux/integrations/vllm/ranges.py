@@ -102,9 +102,7 @@ class Ranges:
         return self.begin < NEVER or self.sequence is not None
 
     def starts(self) -> set[int]:
-        """Where ranges of compiled graphs have to begin. None where both sides are vLLM's: each costs a
-        compilation.
-        """
+        """Where ranges of compiled graphs begin; none within vLLM's, for each costs a compilation."""
         found = {self.few.start, self.few.stop, self.many, self.sequence or 1}
         inside = {self.begin, self.behind.stop}
         return found | {at for at in inside if at > self.fused or at in self.few or at >= self.many}
@@ -127,17 +125,9 @@ def ranges_of(layer: Layer, measured: Measured, settings: Settings) -> Ranges:
     first = max(begin, few.start)
     is_behind = first < SERVED_TOKENS < (sequence or NEVER) and not settings.invariant
     sum_from, nbytes = sums(layer.ranks, measured, settings)
-    return Ranges(
-        begin,
-        why,
-        sequence,
-        few,
-        many,
-        layer.fused,
-        range(first, SERVED_TOKENS + 1) if is_behind else _NO_TOKENS,
-        range(sum_from, nbytes // (layer.n * layer.itemsize) + 1),
-        nbytes,
-    )
+    behind = range(first, SERVED_TOKENS + 1) if is_behind else _NO_TOKENS
+    of_sums = range(sum_from, nbytes // (layer.n * layer.itemsize) + 1), nbytes
+    return Ranges(begin, why, sequence, few, many, layer.fused, behind, *of_sums)
 
 
 def over_fusion(kinds: Iterable[Ranges]) -> tuple[range, int]:
@@ -197,7 +187,11 @@ def _faster_from(layer: Layer, measured: Measured) -> tuple[int, str]:
         return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
     if not known:
         return large, f"no measurement of {ranks} such GPUs: only large sums"
-    shape = min({(row.n, row.k) for row in known}, key=lambda at: _distance(at, (n, k)))
+
+    def distance(at: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+        return abs(math.log2(at[0] / n)) + abs(math.log2(at[1] / k)), at
+
+    shape = min({(row.n, row.k) for row in known}, key=distance)
     chosen = large
     for row in sorted((row for row in known if (row.n, row.k) == shape), key=lambda row: -row.m):
         if row.speedup < 1 + _NOISE:
@@ -232,9 +226,7 @@ def _bound_by_links_from(layer: Layer, measured: Measured) -> int:
 
 
 def over_fusion_from(layer: Layer, sequence: int, measured: Measured) -> int:
-    """Where models are sequence parallel, if the one with the nearest number of columns in the residual, up
-    to twice or half as many, was measured to be faster.
-    """
+    """`sequence`, if the model nearest in columns, up to twice or half as many, was measured faster."""
     slowest = min((each.speedup for each in _nearest(measured.prefills, layer)), default=0.0)
     return sequence if slowest >= 1 + _NOISE else NEVER
 
@@ -253,9 +245,7 @@ def few_over_fusion(layer: Layer, begin: int, measured: Measured) -> range:
 
 
 def _nearest(models: Iterable[_Model], layer: Layer) -> list[_Model]:
-    """Measurements on as many ranks of models with the number of columns that is nearest to n, up to twice or
-    half of it.
-    """
+    """Measurements on as many ranks of the model with the nearest number of columns, up to twice or half."""
     n = layer.n
     near = [m for m in models if m.ranks == layer.ranks and n <= 2 * m.hidden and m.hidden <= 2 * n]
     nearest = min((each.hidden for each in near), key=lambda hidden: abs(math.log2(hidden / n)), default=0)
@@ -298,7 +288,3 @@ def _faster_between(measured: Iterable[tuple[int, float]]) -> range:
             runs.append([])
     longest = max(runs, key=len)
     return range(longest[0], longest[-1] + 1) if longest else _NO_TOKENS
-
-
-def _distance(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)), a

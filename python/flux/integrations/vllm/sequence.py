@@ -4,7 +4,7 @@
     fused_add_rms_norm  ── residual   →      norm_gather_linear (norm, ag_gemm)       all rows
     linear
 
-Experts that flux sums take own rows, and give them (expert_rows.py):
+Experts that flux sums take own rows, and give them:
 
     fused_add_rms_norm  ── residual
     moe_forward                       →      norm_experts_scatter                     own rows
@@ -12,7 +12,7 @@ Experts that flux sums take own rows, and give them (expert_rows.py):
 
 Other sums over ranks become sum_scatter. All of a model is rewritten, or nothing: what is sharded is known
 here, where every user of a residual is seen. Anything that needs all rows of one gets them by a gather. In
-ranges of token counts in which the model is not to be sequence parallel, unshard.py turns each piece back.
+ranges of token counts in which the model is not to be sequence parallel, graph.unshard turns each piece back.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ import torch
 from torch import fx
 
 from flux.fp8.scales import Scaling
-from flux.integrations.vllm.expert_rows import MADE
-from flux.integrations.vllm.graph import argument_of, norm_behind, norm_operators, value
+from flux.integrations.vllm.graph import (
+    argument_of,
+    calls_of,
+    have_same_shape,
+    norm_behind,
+    norm_operators,
+    replace,
+    value,
+)
 from flux.integrations.vllm.op import scaling_of
 from flux.integrations.vllm.report import NEVER
+from flux.integrations.vllm.rows import MADE
 from flux.plan.sums import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
@@ -37,28 +45,9 @@ _ours: Any = torch.ops.flux_vllm
 _WINS_PER_LOSS = 4
 # The operators that give own rows, by what they are called in the log.
 LINEAR = "linear layers"
-SCATTERS = {
-    LINEAR: "linear_scatter",
-    "other sums": "sum_scatter",
-    "MoE layers": "norm_experts_scatter",
-}
+SCATTERS = {LINEAR: "linear_scatter", "other sums": "sum_scatter", "MoE layers": "norm_experts_scatter"}
 # With these, those that take a sharded residual.
 _GATHERS = ("norm_gather_linear", "norm_gather", "gather")
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """What shard() did.
-
-    Attributes:
-        sums: how many sums over ranks give own rows; 0 if the graph is as it was.
-        from_tokens: the smallest batch that is sequence parallel.
-        why_not: why there are none.
-    """
-
-    sums: int
-    from_tokens: int = 0
-    why_not: str = ""
 
 
 @dataclass
@@ -136,62 +125,49 @@ class _Sum:
 
 def shard(
     graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str, Scaling | None], int | None]
-) -> Sharded:
-    """Makes the graph of a model, as dynamo has traced it, sequence parallel.
+) -> int | str:
+    """Makes the graph of a model, as dynamo has traced it, sequence parallel. Returns from how many tokens on
+    it is, or why it is as it was.
 
     Args:
         begins: from how many tokens on a layer with a weight [n, k] of a dtype, whose results are summed over
             a group, and which may have scales, is faster so, or None if it never is.
     """
-    done = _sharded(graph)
+    done = calls_of(graph, *SCATTERS.values())
     if done:  # a graph from vLLM's cache
-        return Sharded(len(done), argument_of(done[0], "from_tokens"))
+        return int(argument_of(done[0], "from_tokens"))
     if not _has_values(graph):
-        return Sharded(0, why_not="its graph holds no example values")
+        return "its graph holds no example values"
     sums = _sums(graph)
     linears = [each for each in sums if each.is_linear]
     if not linears:
-        return Sharded(0, why_not="no row-parallel layer of flux is followed by a plain fused_add_rms_norm")
+        return "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"
     if len({each.vllm_group for each in sums}) > 1:
-        return Sharded(0, why_not="its layers sum over different groups")
+        return "its layers sum over different groups"
     starts = [begins(*_problem(each.node)) for each in linears]
     known = [start for start in starts if start is not None]
     if len(known) < len(starts):
-        return Sharded(0, why_not="for some of its layers it is not faster, or would run unfused")
+        return "for some of its layers it is not faster, or would run unfused"
     _find_experts(sums)
     gathers = [_count_gathers(each, sums) for each in sums]
     wins, losses = gathers.count(0), gathers.count(2)
     if losses * _WINS_PER_LOSS > wins or not wins:
-        return Sharded(0, why_not=f"its {len(sums)} sums would need {sum(gathers)} gathers")
+        return f"its {len(sums)} sums would need {sum(gathers)} gathers"
     rewriting = _Rewriting(graph, max(known), str(linears[0].node.args[4]), sums[0].vllm_group)
     for each in sums:
         rewriting.rewrite(each)
-    _gather_for_others(graph)
-    return Sharded(len(sums), max(known))
-
-
-def _scatters() -> dict[str, Any]:
-    return {kind: getattr(_ours, name).default for kind, name in SCATTERS.items() if hasattr(_ours, name)}
+    rewriting.gather_for_others()
+    return max(known)
 
 
 def count_sharded(graph: fx.Graph) -> dict[str, int]:
     """How many sums over ranks of a graph give own rows, by kinds."""
-    kinds = _scatters().items()
-    return {kind: len(graph.find_nodes(op="call_function", target=target)) for kind, target in kinds}
-
-
-def _sharded(graph: fx.Graph) -> list[fx.Node]:
-    """Their nodes."""
-    found = (graph.find_nodes(op="call_function", target=target) for target in _scatters().values())
-    return [node for nodes in found for node in nodes]
+    return {kind: len(calls_of(graph, name)) for kind, name in SCATTERS.items()}
 
 
 def _has_values(graph: fx.Graph) -> bool:
-    """Whether the shapes of sums, of linear layers, and of what is around them are known, as in graphs of
-    dynamo.
-    """
-    targets = (*_sum_targets(), torch.nn.functional.linear)
-    layers = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    """Whether shapes of sums, linear layers and what is around them are known, as in graphs of dynamo."""
+    layers = calls_of(graph, *_sum_targets(), torch.nn.functional.linear)
     nodes = {*layers, *(near for node in layers for near in (*node.all_input_nodes, *node.users))}
     return all({"val", "example_value"} & node.meta.keys() for node in nodes if node.op != "output")
 
@@ -232,11 +208,8 @@ def _sums(graph: fx.Graph) -> list[_Sum]:
 
 def _is_same(node: fx.Node) -> bool:
     """Whether a node is its argument in the same shape, as models write it that allow for other shapes."""
-    if node.op != "call_method" or node.target not in ("view", "reshape", "squeeze"):
-        return False
-    # Symbols are compared by name: a comparison of their values would add guards.
-    shapes = [[str(size) for size in value(each).shape] for each in (node, node.args[0])]
-    return shapes[0] == shapes[1]
+    is_view = node.op == "call_method" and node.target in ("view", "reshape", "squeeze")
+    return is_view and have_same_shape(value(node), value(node.args[0]))
 
 
 def _is_cut(node: fx.Node) -> bool:
@@ -304,14 +277,12 @@ def _column_linear(each: _Sum) -> fx.Node | None:
     users = list(each.users(0))
     marks = [user for user in users if user.target is _ours.scaled_linear.default]
     if marks:
-        (mark, *others) = marks
-        return mark if not others and _is_all_for(users, mark) else None
-    node = users[0] if len(users) == 1 else None
-    if node is None or not _is_linear(node):
+        return marks[0] if len(marks) == 1 and _is_all_for(users, marks[0]) else None
+    if len(users) != 1 or not _is_linear(users[0]):
         return None
-    x, weight = node.args[:2]
+    x, weight = users[0].args[:2]
     fits = weight is not x and value(weight).dtype == value(each.node).dtype
-    return node if fits and x in each.norm.users and value(weight).shape[0] % VECTOR == 0 else None
+    return users[0] if fits and x in each.norm.users and value(weight).shape[0] % VECTOR == 0 else None
 
 
 def _is_all_for(nodes: list[fx.Node], mark: fx.Node) -> bool:
@@ -322,10 +293,8 @@ def _is_all_for(nodes: list[fx.Node], mark: fx.Node) -> bool:
         if node in seen or node.target == "size":
             continue
         seen.add(node)
-        readers = [
-            *node.users,
-            *(user for given in _written(node) for user in given.users if user is not node),
-        ]
+        of_written = (user for given in _written(node) for user in given.users if user is not node)
+        readers = [*node.users, *of_written]
         if node.op == "output" or not readers or node.target in _sum_targets():
             return False
         open_nodes += readers
@@ -335,8 +304,8 @@ def _is_all_for(nodes: list[fx.Node], mark: fx.Node) -> bool:
 def _written(node: fx.Node) -> list[fx.Node]:
     """Arguments to which an operator writes its results, as kernels of vLLM do."""
     target: Any = node.target
-    overloads: Any = getattr(target, "overloads", None)
     if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads: Any = target.overloads
         target = getattr(target, overloads()[0])
     if not isinstance(target, torch._ops.OpOverload):
         return []
@@ -384,9 +353,8 @@ class _Rewriting:
                         user.replace_input_with(part, total)
                 self._gather(each, (total, *norm, *where))
             arguments = (total, *norm, weight, bias, *where, *of_fp8)
-            result = self._insert(column, _ours.norm_gather_linear.default, arguments, value(column))
-            column.replace_all_uses_with(result)
-            self.graph.erase_node(column)
+            target = _ours.norm_gather_linear.default
+            replace(column, self._insert(column, target, arguments, value(column)))
         elif each.users(0):
             self._gather(each, (total, *norm, *where))
         for part in each.parts(1):
@@ -400,7 +368,8 @@ class _Rewriting:
             experts, begins = each.experts, (each.node.args[1], self.from_tokens)
             arguments = (each.residual, *experts.norm, *experts.gate, *experts.rest, *begins, *where)
             return _ours.norm_experts_scatter.default, arguments
-        residual = (each.residual, each.residual.target not in _scatters().values(), self.from_tokens)
+        is_whole = each.residual not in calls_of(self.graph, *SCATTERS.values())
+        residual = (each.residual, is_whole, self.from_tokens)
         if each.is_linear:
             of_fp8 = (argument_of(each.node, name) for name in ("scale_x", "scale_w", "product"))
             return _ours.linear_scatter.default, (*each.node.args[:6], *residual, *of_fp8)
@@ -433,22 +402,22 @@ class _Rewriting:
         for node in [node for node in reversed(self.graph.nodes) if node in nodes]:
             self.graph.erase_node(node)
 
-
-def _gather_for_others(graph: fx.Graph) -> None:
-    """Gives all rows of a residual to users that do not know of shards."""
-    know = [*_scatters().values(), *(getattr(_ours, name).default for name in _GATHERS)]
-    for total in _sharded(graph):
-        others = []
-        for user in total.users:
-            if user.target == "size":  # is the same
-                continue
-            alone = user.all_input_nodes.count(total) == 1
-            if not alone or user.target not in know or argument_of(user, "residual") is not total:
-                others.append(user)
-        if others:
-            group_name, from_tokens = (argument_of(total, name) for name in ("group_name", "from_tokens"))
-            with graph.inserting_after(total):
-                rows_of_all = graph.call_function(_ours.gather.default, (total, from_tokens, group_name))
-            rows_of_all.meta["example_value"] = value(total)
-            for user in others:
-                user.replace_input_with(total, rows_of_all)
+    def gather_for_others(self) -> None:
+        """Gives all rows of a residual to users that do not know of shards."""
+        know = {*calls_of(self.graph, *SCATTERS.values(), *_GATHERS)}
+        for total in calls_of(self.graph, *SCATTERS.values()):
+            others = [
+                user
+                for user in total.users
+                if user.target != "size"  # is the same
+                if user not in know
+                or user.all_input_nodes.count(total) > 1
+                or argument_of(user, "residual") is not total
+            ]
+            if others:
+                with self.graph.inserting_after(total):
+                    given = (total, self.from_tokens, self.group_name)
+                    rows_of_all = self.graph.call_function(_ours.gather.default, given)
+                rows_of_all.meta["example_value"] = value(total)
+                for user in others:
+                    user.replace_input_with(total, rows_of_all)
