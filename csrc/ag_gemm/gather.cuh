@@ -25,7 +25,6 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
 
   static constexpr bool kGathers = true;
   static constexpr bool kSplitsK = false;
-  static constexpr bool kExchanges = false;
 
   FLUX_DEVICE static Call begin(const Params& p) { return begin_gather(p.symm, p.epoch, p.reuse); }
   FLUX_DEVICE static void end(const Params& p, const Call& call) {

@@ -409,8 +409,6 @@ void bind_selection(py::module_& m) {
       .def_readonly("split", &gemm::Choice::split,
                     "CTAs that share the K of a swap-AB tile; 0: another tile.")
       .def_property_readonly("packed", &gemm::Choice::packed, "The choice as one integer, which ops take.")
-      .def_readonly("sums_in_launch", &gemm::Choice::sums_in_launch,
-                    "Of GEMM+AllReduce: whether the launch that multiplies also sums over ranks.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)
@@ -421,7 +419,7 @@ void bind_selection(py::module_& m) {
       "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`. "
       "swiglu: half of the n columns are a gate.");
   def_select(m, "select_gemm_ar", &gemm::Problem::all_reduced,
-             "The same for GEMM+AllReduce; k is this rank's part.");
+             "The same for the kernel of GEMM+AllReduce; k is this rank's part.");
   def_select(m, "select_gemm_rs", nullptr,
              "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.",
              "world_size"_a);

@@ -189,26 +189,26 @@ gemm::Quantized quantized_norm(const std::optional<Tensor>& q, const std::option
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
                 std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
-                std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
-                std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
-                std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
-                std::optional<Tensor> quant_scale, std::optional<Tensor> parts) {
+                std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
+                int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale,
+                std::optional<Tensor> parts) {
   const gemm::GemmArgs args =
-      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
-  enqueue(x,
-          addresses_of(x, weight, bias, out, residual, norm_weight, residual_out, scale_x, scale_w, q,
-                       q_scale, quant_scale, parts),
-          [args, &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
-           eps = static_cast<float>(eps),
-           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
-              Addresses a, cudaStream_t stream) {
-            const gemm::Quantized written = at(a + 9, to);
-            copy_given_scale(written, stream);
-            gemm_ar::gemm_ar(
-                at(a, a + 7, args),
-                {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written},
-                symm, mode, stream);
-          });
+      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, std::nullopt, std::nullopt, false);
+  enqueue(
+      x,
+      addresses_of(x, weight, bias, out, residual, norm_weight, residual_out, q, q_scale, quant_scale, parts),
+      [args, &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
+       eps = static_cast<float>(eps),
+       to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](Addresses a,
+                                                                                     cudaStream_t stream) {
+        const gemm::Quantized written = at(a + 7, to);
+        copy_given_scale(written, stream);
+        void* const no_scales[2] = {};
+        gemm_ar::gemm_ar(
+            at(a, no_scales, args),
+            {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written}, symm,
+            mode, stream);
+      });
 }
 
 void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,

@@ -9,7 +9,9 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
   const Choice choice = select(problem_of(args, num_sms), args.config);
   FLUX_CHECK(!args.swiglu || choice.swaps_ab(), args.m(), choice.config);
   if (choice.swaps_ab()) {
-    launch_swap_ab<LocalOutput>(args, choice, num_sms, LocalOutput::params(args), stream);
+    (args.is_fp8()
+         ? launch_swap_ab<LocalOutput, true>
+         : launch_swap_ab<LocalOutput, false>)(args, choice, num_sms, LocalOutput::params(args), stream);
     return;
   }
   const TileOrder order = plain_order(args, choice);

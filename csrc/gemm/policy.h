@@ -7,7 +7,6 @@
 //   kReduces                 local tiles wait for contributions of peers (fetch, add_arrived)
 //   kGathers                 some rows of x come from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
-//   kExchanges               ranks exchange rows of the product (contribute), and sum them at the end (finish)
 //   begin(params) -> Call    called by all threads before the first tile
 //   end(params, call)        called by one thread of the CTA after it has drawn and loaded all its tiles
 //   tile_counter(params)     counter from which clusters draw their next tile, zero at launch; null: fixed stride
@@ -44,14 +43,6 @@
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)
 //                            local tiles: adds those pieces to the accumulators d
 //
-// if kExchanges, called by the math threads instead of the storers' functions:
-//   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
-//                            sends each row of half a tile (with split K: of these chunks) to the ranks that sum it
-//   draw_shares(params) -> Shares
-//                            called by one thread of the CTA after it has loaded all its tiles, before `end`
-//   finish(params, call, thread, shares, spare)
-//                            called after all tiles
-//
 // A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements], the
 // layout of the accumulators in the registers of the 128 threads. Sender and owner run the same tile shape, so the
 // owner's math threads find their own fragments: no swizzle, no tensor map of a peer, long contiguous copies.
@@ -76,11 +67,10 @@ struct BlockScaleSource {
   int row, first_block;
 };
 
-// Tiles travel, or rows of x, or rows of the product: the kernel has no code for two of them. With split K every CTA of
-// a cluster would add the peers' contributions.
+// Tiles travel, or rows of x: the kernel has no code for both. With split K every CTA of a cluster would add the peers'
+// contributions.
 template <class Store>
-constexpr bool kIsPossible =
-    Store::kReduces + Store::kGathers + Store::kExchanges <= 1 && !(Store::kSplitsK && Store::kReduces);
+constexpr bool kIsPossible = !(Store::kReduces && (Store::kGathers || Store::kSplitsK));
 
 // Base of Store policies that neither send tiles nor add peers' contributions to them.
 template <class Params, class Call>
@@ -115,28 +105,19 @@ struct LocalScales {
 #endif
 };
 
-// Base of KeepsTiles policies whose x is local, and whose tiles are assigned to CTAs with a fixed stride.
-template <class Params, class Call>
-struct FixedTiles : KeepsTiles<Params, Call>, LocalScales {
-  static constexpr bool kGathers = false;
+struct Nothing {};
+
+// Stores every tile locally, and assigns tiles to CTAs with a fixed stride: plain GEMM.
+struct LocalStore : KeepsTiles<Nothing, Nothing>, LocalScales {
+  using Params = Nothing;
+  using Call = Nothing;
+  static constexpr bool kGathers = false, kSplitsK = false;
 #ifdef __CUDACC__
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
   template <class GemmParams>
   FLUX_DEVICE static Source source(const GemmParams& params, const Call&, const Tile& tile) {
     return {&params.a, tile.m * kBlockM};
   }
-#endif
-};
-
-struct Nothing {};
-
-// Stores every tile locally: plain GEMM.
-struct LocalStore : FixedTiles<Nothing, Nothing> {
-  using Params = Nothing;
-  using Call = Nothing;
-  static constexpr bool kSplitsK = false;
-  static constexpr bool kExchanges = false;
-#ifdef __CUDACC__
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static void end(const Params&, const Call&) {}
 #endif

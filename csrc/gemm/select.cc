@@ -72,33 +72,15 @@ constexpr double kWideUs = 0.295;           // for each doubling of a cluster be
 // and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
 constexpr double kWideRoom = 15.0 / 16;
 // Costs of a sum over ranks after a GEMM: the latency of the link, and the transfer of bytes that does not overlap
-// with computation. Then the additional costs of a sum in an ordinary GEMM, and of a separate launch. Set by hand
-// for five weights and 1 to 256 rows on two GPUs (docs/design/decode.md#what-made-the-sum-faster).
+// with computation. Set by hand for five weights and 1 to 256 rows on two GPUs
+// (docs/design/decode.md#what-made-the-sum-faster).
 constexpr double kExchangeUs = 1.7;
 constexpr double kExchangeBytesPerUs = 0.36e6;
 constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
-constexpr double kOwnSumUs = 0.5;
-constexpr double kOwnSumBytesPerUs = 2.0e6;
-constexpr double kSumUs = 2.2;
-constexpr double kSumBytesPerUs = 3.0e6;
-// Larger sums are faster in a separate launch, which has more threads and reads this rank's contribution in place
-// (docs/design/decode.md#what-made-the-sum-faster).
-constexpr double kMaxOwnSumBytes = 3.7e6;
 
 // Time to read the weight from global memory.
 double memory_us(const Problem& p, double bytes_per_us) {
   return static_cast<double>(p.n) * p.k * p.operand_bytes / bytes_per_us;
-}
-
-double sum_bytes(const Problem& p) { return static_cast<double>(kResultBytes) * p.m * p.n; }
-double exchange_us(const Problem& p, double left) {
-  return kExchangeUs + left * sum_bytes(p) / kExchangeBytesPerUs;
-}
-
-bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
-  // Clusters of three are not all resident at once, and CTAs that start late delay the sum.
-  const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
-  return can && sum_bytes(p) <= kMaxOwnSumBytes;
 }
 
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
@@ -133,9 +115,9 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
 bool serves(const Problem& p, const TileConfig& tile) {
   if (tile.operand_bytes() != p.operand_bytes) return false;
   const bool sends = p.world_size > 1 && !p.gathers;
-  const bool compiled = sends                        ? supports_sending(tile)
-                        : p.gathers || p.all_reduced ? supports_gathering(tile)
-                                                     : supports_keeping(tile);
+  const bool compiled = sends       ? supports_sending(tile)
+                        : p.gathers ? supports_gathering(tile)
+                                    : supports_keeping(tile);
   return compiled && (!p.promotes || tile.promotes());
 }
 
@@ -189,12 +171,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   if (!sends) {
     // SMs without a tile leave memory bandwidth unused.
     const double unused = std::sqrt(waves * slots * order.cluster_size() / useful_ctas);
-    time_us =
-        std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
-    if (!p.all_reduced) return time_us;
-    const double sum_us = sums_in_launch(p, tile, cluster) ? kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs
-                                                           : kSumUs + sum_bytes(p) / kSumBytesPerUs;
-    return time_us + exchange_us(p, 1.0) + sum_us;
+    return std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
   }
 
   // Lower bound by the link: the transfer, then the waves of this rank's own tiles.
@@ -248,7 +225,8 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);
   if (!p.all_reduced) return time_us;
   const bool meets_twice = split > 1 && tile.rows > swap_ab_meeting_rows(tile);
-  return time_us + exchange_us(p, meets_twice ? kLeftByMeetings : rounds > 1 ? kLeftByRounds : 1.0);
+  const double left = meets_twice ? kLeftByMeetings : rounds > 1 ? kLeftByRounds : 1.0;
+  return time_us + kExchangeUs + left * kResultBytes * p.m * p.n / kExchangeBytesPerUs;
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {
@@ -264,7 +242,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
   };
   int enough = 0;  // rows of the lowest tile that holds all rows; higher tiles would load rows for nothing
   for (const SwapAbConfig& tile : kSwapAbConfigs) {
-    if (tile.is_fp8 != p.is_fp8()) continue;
+    if (tile.is_fp8 != p.is_fp8() || (p.all_reduced && !supports_sum(tile))) continue;
     if (p.m <= tile.rows) {
       if (enough == 0) enough = tile.rows;
       if (tile.rows > enough) break;
@@ -283,7 +261,9 @@ Choice sorted(Choice choice) {
   return choice;
 }
 
-Choice selected(const Problem& p, int packed_choice) {
+}  // namespace
+
+Choice select(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
   const int fixed_raster = fixed ? packed_choice >> 16 & 0xFF : 0;
@@ -306,9 +286,9 @@ Choice selected(const Problem& p, int packed_choice) {
   const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
   if (swap_ab) {
     consider_swap_ab(p, best);
-    if (p.m <= kAlwaysSwapAbRows || p.swiglu) return sorted(best);
+    if (p.m <= kAlwaysSwapAbRows) return sorted(best);
   }
-  if (p.swiglu && !fixed) return best;
+  if (p.all_reduced || (p.swiglu && !fixed)) return sorted(best);
   for (const TileConfig& tile : kTileConfigs) {
     if ((fixed && tile.id != fixed_config) || !serves(p, tile)) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
@@ -330,16 +310,6 @@ Choice selected(const Problem& p, int packed_choice) {
   if (best.swaps_ab()) return best;
   best.group_m = fixed_raster > 0 ? fixed_raster : best.cluster == Cluster::kPairM ? 8 : 16;
   return best;
-}
-
-}  // namespace
-
-Choice select(const Problem& p, int packed_choice) {
-  Choice choice = selected(p, packed_choice);
-  if (choice.config < 0) return choice;
-  choice.sums_in_launch =
-      p.all_reduced && (choice.swaps_ab() || sums_in_launch(p, kTileConfigs[choice.config], choice.cluster));
-  return choice;
 }
 
 }  // namespace flux::gemm

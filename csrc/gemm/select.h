@@ -16,7 +16,7 @@ struct Problem {
   int world_size = 1;     // 1: plain GEMM; else rows are world_size shards, and tiles of other shards travel
   int num_sms;
   bool gathers = false;      // rows of x travel instead of tiles; results stay local
-  bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
+  bool all_reduced = false;  // results are summed over ranks, in the same launch
   bool swiglu = false;       // columns gate others (GemmArgs::swiglu)
   // fp8 operands have one byte. With block scales, or if they may not be fast, sums are promoted (tile_config.h).
   int operand_bytes = 2;
@@ -42,8 +42,6 @@ struct Choice {
   double time_us = 0;  // modelled
   std::string reason = {};
   std::vector<std::pair<std::string, double>> candidates = {};  // name, time_us; best first
-  // If results are summed over ranks: whether the GEMM kernel also sums them.
-  bool sums_in_launch = false;
 
   bool swaps_ab() const { return split > 0; }
   int packed() const {

@@ -47,6 +47,9 @@ constexpr SwapAbConfig kSwapAbConfigs[] = {
 };
 // clang-format on
 constexpr int kNumSwapAbConfigs = sizeof(kSwapAbConfigs) / sizeof(kSwapAbConfigs[0]);
+// Whether there is a kernel that also sums over ranks. With other tiles, a launch of its own that sums shortens a
+// decoder layer as much (docs/design/decisions.md#gemm_ar-keeps-the-fused-tiles-that-shorten-a-decoder-layer).
+constexpr bool supports_sum(const SwapAbConfig& c) { return !c.is_fp8 && c.rows >= 32; }
 
 constexpr int kSwapAbWeightBytes = kSwapAbN * kBlockBytes;  // of a k-block
 constexpr int swap_ab_rows_bytes(const SwapAbConfig& c) { return c.rows * kBlockBytes; }

@@ -124,12 +124,6 @@ constexpr bool supports_split(const TileConfig& c) {
   return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 160;
 }
 
-// Tiles for ranks that exchange rows (gemm_ar/exchange_store.cuh): the slabs must hold a whole tile. Wider tiles
-// are for more rows than this path serves.
-constexpr bool supports_exchange(const TileConfig& c) {
-  return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 128;
-}
-
 // Tiles that are sent to other ranks. The slabs hold a whole tile, or the math warps wait for the link. Narrower tiles
 // were slower on all shapes measured.
 constexpr bool supports_sending(const TileConfig& c) {

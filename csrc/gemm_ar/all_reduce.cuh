@@ -1,5 +1,4 @@
-// Kernels that sum a matrix over ranks: AllReduce, ReduceScatter, and the second launch of GEMM+AllReduce if that
-// takes two launches.
+// Kernels that sum a matrix over ranks: AllReduce, ReduceScatter, and GEMM+AllReduce in parts.
 #pragma once
 
 #include "gemm/finish.cuh"

@@ -1,24 +1,11 @@
 #include <algorithm>
 
 #include "gemm/sm90/instances.cuh"
-#include "gemm/sm90/launch.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
-#include "gemm_ar/exchange_store.cuh"
 #include "gemm_ar/gemm_ar.h"
 #include "runtime/check.h"
 #include "runtime/launch.h"
-
-// Swap-AB tiles of 16 bits are compiled here, beside the sums.
-extern template class flux::gemm::KernelTable<flux::gemm::SwapAbFamily<flux::gemm::ExchangeOutput, true>>;
-extern template class flux::gemm::KernelTable<
-    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<false>, false>>;
-extern template class flux::gemm::KernelTable<
-    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<false>, true>>;
-extern template class flux::gemm::KernelTable<
-    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<true>, false>>;
-extern template class flux::gemm::KernelTable<
-    flux::gemm::GemmFamily<flux::gemm_ar::ExchangeStore<true>, true>>;
 
 namespace flux::gemm_ar {
 namespace {
@@ -47,19 +34,6 @@ gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Ma
           .quantized = q};
 }
 
-// In which order a launch sums rows. The same on all ranks, so `num_sms` must be.
-void order_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms,
-                gemm::ExchangeParams& params) {
-  const bool swaps_ab = choice.swaps_ab();
-  const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
-  const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
-  const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
-  // Tiles in one column send at the same time, and so do both warpgroups of a tile. Only if the rows are divisible and
-  // each CTA has at most one tile; otherwise sums in this order are not faster.
-  const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
-  if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
-}
-
 runtime::Kernels kernels([] {
   runtime::load(sum_over_ranks<__nv_bfloat16>, sum_over_ranks<__half>);
   for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
@@ -71,7 +45,6 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
                 cudaStream_t stream) {
   kernels.load();
   SumParams params = {exchange, matrix, exchange.exchange.n};
-  params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
   const bool is_bfloat16 = runtime::is_bfloat16(dtype), norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
@@ -91,32 +64,6 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
       .run(kernel, params);
 }
 
-void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& exchange, int num_sms,
-                      cudaStream_t stream) {
-  gemm::Problem problem = gemm::problem_of(args, num_sms);
-  problem.all_reduced = true;
-  const gemm::Choice choice = gemm::select(problem, args.config);
-  gemm::ExchangeParams params = exchange;
-  order_sums(args, choice, num_sms, params);
-  if (choice.swaps_ab()) {
-    gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
-    return;
-  }
-  gemm::GemmArgs product = args;
-  product.bias = nullptr;  // added to the sum
-  if (choice.sums_in_launch) {
-    const gemm::TileOrder order = gemm::plain_order(args, choice);
-    (order.split() > 1
-         ? gemm::launch<ExchangeStore<true>>
-         : gemm::launch<ExchangeStore<false>>)(product, choice, order, args.m(), num_sms, params, stream);
-    return;
-  }
-  // Two launches. `out` first holds the product; the sum reads each vector before it overwrites it.
-  product.config = choice.packed();
-  gemm::gemm(product, stream);
-  launch_sum(params, args.out.data, args.dtype, num_sms, stream);
-}
-
 // A scale of the whole tensor depends on rows of all CTAs, so it takes a launch of its own.
 void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to, int num_sms,
                    cudaStream_t stream) {
@@ -131,9 +78,18 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   FLUX_CHECK(mode != runtime::Exchange::Mode::kScatter, args.m());
   const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
-  const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
-  gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
-  multiply_and_sum(args, params, num_sms, stream);
+  gemm::Problem problem = gemm::problem_of(args, num_sms);
+  problem.all_reduced = true;
+  const gemm::Choice choice = gemm::select(problem, args.config);
+  FLUX_CHECK(choice.swaps_ab(), "no kernel that sums", args.m(), choice.config);
+  gemm::ExchangeParams params = {symm, exchange, finish_of(args.bias, extras, args.out, num_sms),
+                                 runtime::kGemmAr};
+  // Tiles in one column send at the same time. Sums in their order are faster only if the rows are divisible and each
+  // CTA has at most one tile.
+  const int at_once = gemm::ceil_div(args.m(), gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows);
+  const int tiles = at_once * gemm::ceil_div(args.n(), gemm::kSwapAbN);
+  if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
+  gemm::launch_swap_ab<gemm::ExchangeOutput, false>(args, choice, num_sms, params, stream);
   quantize_rest(args.out, args.dtype, extras.quantized, num_sms, stream);
 }
 

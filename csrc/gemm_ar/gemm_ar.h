@@ -17,7 +17,8 @@ struct Extras {
   gemm::Quantized quantized = {};  // of the norm, to e4m3; per tensor, token or group
 };
 
-// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given.
+// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given. In one launch:
+// of 16-bit operands, in swap-AB tiles that sum (gemm/swap_ab.h).
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 

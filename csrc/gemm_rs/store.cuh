@@ -34,7 +34,6 @@ struct SlotStore : gemm::LocalScales {
   static constexpr bool kReduces = true;
   static constexpr bool kGathers = false;
   static constexpr bool kSplitsK = false;
-  static constexpr bool kExchanges = false;
 
   FLUX_DEVICE static Call begin(const Params& p) {
     Call call = {sync::begin_call(p.symm)};

@@ -75,7 +75,7 @@ def exact(rank: int, world_size: int, op: str) -> list[str]:
                     told += differs(f"{what} of {case}", result, right)
         # No way may have been tested in place of another.
         plan = flux.explain(op, m, n, k)
-        copied, summed = op == "ag_gemm" and rows >= 1024, op != "gemm_ar" or plan.mode >= 0
+        copied, summed = op == "ag_gemm" and rows >= 1024, op != "gemm_ar" or plan.way != "composed"
         if not (plan.by_flux and summed and (op == "gemm_rs" or plan.copied == copied)):
             told.append(str(plan))
     flux.check()

@@ -41,6 +41,8 @@ def check_a_killed_rank_is_named(op: str, victim: Callable[..., Any], round_: in
     told = results[1 - dying]
     assert len(told["errors"]) == 3, "the calls, a later call and check() must raise"
     for error in told["errors"]:
-        assert (error.op, error.rank, error.peer) == (op, 1 - dying, dying)
+        # gemm_ar may run in parts.
+        assert error.op == op or (op, error.op) == ("gemm_ar", "all_reduce")
+        assert (error.rank, error.peer) == (1 - dying, dying)
     assert told["seconds"] < TIMEOUT_S + 5
     assert told["again"] < 0.5, "later calls must not wait again"

@@ -21,7 +21,7 @@ from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import exact_product
 
-ALONE, SPLIT_BY_2, SPLIT_BY_3 = 1, 4, 5  # "clusters" of the cost model's choices
+ALONE, SPLIT_BY_3 = 1, 5  # "clusters" of the cost model's choices
 CHOSEN = -1  # by the model: a swap-AB tile where rows are few
 
 
@@ -48,9 +48,8 @@ def main() -> None:
     for (m, n, k), config in (
         ((12, 264, 264), CHOSEN),
         ((1, 2056, 72), CHOSEN),  # a row of several vectors a thread
-        ((132, 264, 264), 9 | ALONE << 8),
-        ((132, 264, 264), 5 | SPLIT_BY_2 << 8),
-        ((132, 264, 264), 0 | ALONE << 8),  # two launches
+        ((132, 264, 264), CHOSEN),
+        ((260, 264, 264), CHOSEN),  # in two launches
     ):
         made = problem("gemm_ar", m, n, k, 2, bias=True)
         ones = torch.ones_like(made.weights[0][:, 0])

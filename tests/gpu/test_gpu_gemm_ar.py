@@ -18,6 +18,7 @@ from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
 ONE_SHOT, TWO_SHOT = 0, 1
+FIRST = 2  # tile that sums; those before it have 16 rows
 SHAPES = [(1, 8, 8), (1, 4096, 256), (5, 136, 72), (16, 1024, 512), (64, 520, 264), (130, 264, 520)]
 # Several tiles for each CTA, which gives one away while it computes the next.
 SEVERAL_TILES = [(1, 8200, 264), (192, 2056, 520)]
@@ -29,9 +30,9 @@ def assert_exact(ranks: EmulatedRanks, case: GemmRsCase, mode: int, config: int 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
-def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
+def test_every_tile_that_sums(world_size: int, mode: int) -> None:
     ranks = EmulatedRanks(world_size)
-    for tile in range(core.NUM_SWAP_AB):
+    for tile in range(FIRST, core.NUM_SWAP_AB):
         for number, (m, n, k) in enumerate(SHAPES + SEVERAL_TILES):
             split = [1, 2, 4][(tile + number) % 3]
             if split > core.swap_ab_stage_blocks(tile, k) or split * world_size > 16:
@@ -41,27 +42,6 @@ def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
             )
             sharers = 2 if split == 1 and number % 2 and core.swap_ab_in_pairs(tile) else 1
             assert_exact(ranks, case, mode, core.FIRST_SWAP_AB + tile | split << 8 | sharers << 16)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
-def test_every_ordinary_tile_that_sums_in_its_launch(world_size: int, mode: int) -> None:
-    """Single CTAs, pairs one above the other, two parts of K; edges everywhere, and several tiles a CTA."""
-    ranks = EmulatedRanks(world_size)
-    shapes = [(1, 8, 1024), (65, 1032, 1160), (130, 264, 1032), (300, 2056, 1096), (256, 4096, 1024)]
-    alone, pair, split = 1, 2, 4
-    for tile in core.tile_configs():
-        if tile.block_n > 128:
-            continue
-        for number, (m, n, k) in enumerate(shapes):
-            transposed = number % 2 == 1 and tile.block_n % 64 == 0
-            for cluster in (alone, pair, split):
-                if cluster == split and -(-m // 128) * -(-n // tile.block_n) > ranks.num_sms // 2:
-                    continue
-                case = GemmRsCase(
-                    m, n, k, world_size, DTYPES[number % 2], transposed, bias=number % 3 == 0, seed=tile.id
-                )
-                assert_exact(ranks, case, mode, tile.id | cluster << 8)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -91,24 +71,15 @@ def test_graph_replay(mode: int) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "config"),
     [
-        # In a swap-AB tile, in ordinary ones, of which two CTAs may share one, and in two launches.
         (9, 1032, -1),
-        (140, 1032, 5 | 1 << 8),
-        (140, 1032, 5 | 4 << 8),
-        (140, 1032, 9 | 1 << 8),
-        (140, 1032, 0 | 1 << 8),
-        # Several rows for each CTA, which writes norms where others might still read products.
-        (1025, 4104, 0 | 1 << 8),
+        (140, 1032, -1),
+        (140, 1032, core.FIRST_SWAP_AB + 3 | 1 << 8 | 1 << 16),  # several tiles of rows
+        # In two launches: several rows for each CTA, which writes norms where others might still read.
+        (1025, 4104, -1),
         # Rows that fit into a CTA's memory, but not with the norm's weight, and rows that do not.
-        (4, 13312, 0 | 1 << 8),
-        (5, 25600, 0 | 1 << 8),
-        (2, 65536, -1),
-        # Rows that CTAs share, also unevenly.
+        (4, 40960, -1),
+        (2, 131072, -1),
         (1, 4104, -1),
-        (5, 8200, 5 | 1 << 8),
-        # As many CTAs as a sweep says.
-        (1, 4104, core.FIRST_SWAP_AB | 1 << 8 | 1 << 16 | 1 << 24),
-        (5, 4104, core.FIRST_SWAP_AB | 1 << 8 | 1 << 16 | 7 << 24),
     ],
 )
 def test_residual_and_norm(

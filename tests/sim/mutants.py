@@ -26,7 +26,7 @@ import simulator
 CASES = {"too_late_rank": 180, "gemm_ar": 324, "all_reduce": 216}
 CPU_SECONDS = 300
 # What is compiled again if a header changes.
-_AR = ("gemm_ar/gemm_ar.cu", "instances/gemm_ar.cu")
+_AR = ("gemm_ar/gemm_ar.cu",)
 _RS = ("gemm_rs/gemm_rs.cu", "instances/gemm_rs.cu")
 _GEMM_FP8 = ("gemm/gemm.cu", "instances/gemm_fp8.cu")
 _LAYERS = ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu")
@@ -49,11 +49,10 @@ KERNELS_OF = {
     "expert_rows": ("moe/expert_rows.cu",),
     "moe_layers": (*_LAYERS, "instances/ag_scatter_gemm.cu", "instances/gemm_gather_rs.cu"),
     "copy_queue": (),
-    "refused": (*_AR, "instances/gemm_ar_fp8.cu"),
+    "refused": _AR,
     **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), _GEMM_FP8),
     "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "instances/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
     "fp8_gemm_rs": ("gemm_rs/gemm_rs.cu", "instances/gemm_rs_fp8.cu"),
-    "fp8_gemm_ar": ("gemm_ar/gemm_ar.cu", "instances/gemm_ar_fp8.cu"),
     "fp8_grouped_gemm": ("moe/grouped_gemm.cu", "instances/grouped_gemm_fp8.cu"),
     "fp8_moe_layers": (*_LAYERS, "instances/moe_layers_fp8.cu"),
     "quantize": ("gemm/quantize.cu",),

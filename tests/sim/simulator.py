@@ -61,7 +61,7 @@ _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_r
 _MOE += ["moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"]
 _MOE += _instances("grouped_gemm_fp8", "ag_scatter_gemm", "gemm_gather_rs", "moe_layers_fp8")
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/int8_sum.cu"]
-_RANKS += _instances("gemm_rs", "gemm_rs_fp8", "gemm_ar", "gemm_ar_fp8")
+_RANKS += _instances("gemm_rs", "gemm_rs_fp8")
 _ALL = (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME)
 
 PROGRAMS = {
@@ -78,7 +78,7 @@ PROGRAMS = {
         Program(
             "fp8_ranks",
             (*dict.fromkeys((*_RANKS, *_GATHER, *_GEMM)), *_RUNTIME),
-            ("fp8_gemm_rs", "fp8_gemm_ar", "fp8_ag_gemm"),
+            ("fp8_gemm_rs", "fp8_ag_gemm"),
             helpers=("fp8",),
         ),
         Program("int8", ("gemm_ar/int8_sum.cu", *_RUNTIME), ("int8_sum", "int8_sum_frozen")),

@@ -61,7 +61,7 @@ template <class Element, Major kMajorB, int kConfig, class Store>
 __global__ void __launch_bounds__(kNumThreads, 1)
     sm90_gemm(const __grid_constant__ typename GemmKernel<kConfig, Store>::Params params) {
   constexpr TileConfig kTile = kTileConfigs[kConfig];
-  constexpr bool kFp8 = kTile.is_fp8(), kStoresFloats = kFp8 && !Store::kReduces && !Store::kExchanges;
+  constexpr bool kFp8 = kTile.is_fp8(), kStoresFloats = kFp8 && !Store::kReduces;
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / kChunkN;
   constexpr int kChunks = kBlockN / kChunkN;
@@ -169,7 +169,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           }
         }
         ptx::let_next_kernel_start();
-        if constexpr (Store::kExchanges) smem.shares().put(Store::draw_shares(params.store));
         Store::end(params.store, call);
         if (cluster_size > 1) {
           // Waits for the partner's last arrivals on this CTA's mbarriers. If this CTA had exited by then, they
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         TileQueueReader<Shared> queue;
         for (int index = queue.next(smem); index < last; index = queue.next(smem)) {
           const Tile tile = order.at(index, cta);
-          if (Store::kExchanges || !tile.valid) continue;
+          if (!tile.valid) continue;
           if constexpr (kFp8) {
             if (params.scales.sums != nullptr) continue;  // math warps store fp32 results themselves
           }
@@ -331,31 +330,19 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         meeting.send(d);
         float sums[Part::kMaxChunks * kChunkAccumulators];
         meeting.sum(part, sums);
-        if constexpr (Store::kExchanges) {
-          Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread,
-                                              part.first_chunk, part.end_chunk, sums);
-        } else if (!store_directly(sums, part.first_chunk, part.end_chunk)) {
+        if (!store_directly(sums, part.first_chunk, part.end_chunk)) {
 #pragma unroll
           for (int slab = 0; slab < Part::kMaxSlabs; ++slab) {
             const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
             if (left > 0) stage_slab(&sums[slab * kSlabChunks * kChunkAccumulators], left);
           }
         }
-      } else if constexpr (Store::kExchanges) {
-        Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread, 0, kChunks, d);
       } else if (!store_directly(d, 0, kChunks)) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
           stage_slab(&d[chunk * kChunkAccumulators], kChunks - chunk);
         }
       }
-    }
-    if constexpr (Store::kExchanges) {
-      // Copies to other CTAs of the cluster may still read the partial sums.
-      constexpr int kSent = Store::kSplitsK ? Meeting<Shared, Part>::kOwnBytes : 0;
-      const SpareMemory spare = {smem.base + kSent, kTile.stages * Shared::kStageBytes - kSent};
-      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128,
-                                      smem.shares().get(), spare);
     }
   }
 

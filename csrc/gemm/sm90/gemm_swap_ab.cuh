@@ -13,7 +13,7 @@
 //
 //   struct Params
 //   begin(params) -> Call
-//   kStoresFloats                                     whether fp8 kernels can also store fp32 results
+//   kSums                                             whether it sums over ranks, after all tiles
 //   kGates                                            whether columns can gate others
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
 // Stores the product locally: plain GEMM.
 struct LocalOutput {
-  static constexpr bool kStoresFloats = true, kGates = true;
+  static constexpr bool kSums = false, kGates = true;
   struct Params {
     void* out;
     const void* bias;
@@ -458,7 +458,7 @@ struct LocalOutput {
 
 // Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
-  static constexpr bool kStoresFloats = false, kGates = false;
+  static constexpr bool kSums = true, kGates = false;
   using Params = ExchangeParams;
   using Call = sync::Call;
   FLUX_DEVICE static Call begin(const Params& p) { return begin_exchange(p.symm); }

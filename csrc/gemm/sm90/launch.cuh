@@ -19,7 +19,7 @@ template <class Store, bool kFp8>
 struct GemmFamily {
   using Params = GemmParamsFor<kFp8, Store>;
   static constexpr int kThreads = kNumThreads, kTiles = kNumTileConfigs;
-  static constexpr bool kStoresFloats = kFp8 && !Store::kReduces && !Store::kExchanges;
+  static constexpr bool kStoresFloats = kFp8 && !Store::kReduces;
   static constexpr int smem_bytes(int tile) { return gemm::smem_bytes(kTileConfigs[tile]); }
 
   template <class Element, Major kMajorB, int kTile>
@@ -27,7 +27,6 @@ struct GemmFamily {
     static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize && kIsPossible<Store>);
     constexpr TileConfig kConfig = kTileConfigs[kTile];
     if constexpr (kConfig.is_fp8() != kFp8 || (Store::kSplitsK && !supports_split(kConfig)) ||
-                  (Store::kExchanges && !supports_exchange(kConfig)) ||
                   (Store::kReduces   ? !supports_sending(kConfig)
                    : Store::kGathers ? !supports_gathering(kConfig)
                                      : !supports_keeping(kConfig)) ||

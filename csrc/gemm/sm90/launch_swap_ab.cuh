@@ -19,13 +19,14 @@ template <class Output, bool kFp8>
 struct SwapAbFamily {
   using Params = SwapAbParamsFor<kFp8, Output>;
   static constexpr int kThreads = kSwapAbThreads, kTiles = kNumSwapAbConfigs;
-  static constexpr bool kStoresFloats = kFp8 && Output::kStoresFloats;
+  static constexpr bool kStoresFloats = kFp8;
   static constexpr int smem_bytes(int tile) { return swap_ab_smem_bytes(kSwapAbConfigs[tile]); }
 
   template <class Element, Major kMajorW, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
     constexpr SwapAbConfig kConfig = kSwapAbConfigs[kTile];
-    if constexpr (kConfig.is_fp8 != kFp8 || (kFp8 && kMajorW == Major::MN)) {
+    if constexpr (kConfig.is_fp8 != kFp8 || (kFp8 && kMajorW == Major::MN) ||
+                  (Output::kSums && !supports_sum(kConfig))) {
       return nullptr;
     } else {
       return sm90_gemm_swap_ab<Element, kMajorW, kTile, Output>;
@@ -34,8 +35,8 @@ struct SwapAbFamily {
 };
 
 template <class Output, bool kFp8>
-void launch_swap_ab_as(const GemmArgs& args, const Choice& choice, int num_sms,
-                       const typename Output::Params& output, cudaStream_t stream) {
+void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
+                    const typename Output::Params& output, cudaStream_t stream) {
   const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
   auto& kernels = KernelTable<SwapAbFamily<Output, kFp8>>::on_current_device();
   const int block_k = tile.block_k();
@@ -75,14 +76,6 @@ void launch_swap_ab_as(const GemmArgs& args, const Choice& choice, int num_sms,
       .cluster(cluster_size)
       .early_start(runtime::may_start_early(num_sms))
       .run(kernels.get(args.dtype, args.transpose_weight, tile.id), params);
-}
-
-// For operands of both kinds.
-template <class Output>
-void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
-                    const typename Output::Params& output, cudaStream_t stream) {
-  const auto launch = args.is_fp8() ? launch_swap_ab_as<Output, true> : launch_swap_ab_as<Output, false>;
-  launch(args, choice, num_sms, output, stream);
 }
 
 }  // namespace flux::gemm

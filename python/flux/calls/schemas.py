@@ -151,7 +151,7 @@ _QUANTISED = (
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, "
-    f"{_FP8}, {_QUANTISED}) -> ()"
+    f"{_QUANTISED}) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(

@@ -207,9 +207,21 @@ def _whole(
 ) -> Any:
     if group.size() == 1:
         return end.of(out.copy_(x if residual is None else x + residual))
+    return end.of(out, made_of(x, residual, end, group, out, recipe_of(x, residual, end, given_out)))
+
+
+def made_of(
+    x: Tensor,
+    residual: Tensor | None,
+    end: End,
+    group: ProcessGroup,
+    out: Tensor,
+    recipe: repeat.Recipe,
+    also: Same = NOTHING,
+) -> Made | None:
+    """As sum_of, batch invariant if it must be: by several sums if one exchange cannot hold all rows."""
     if not _invariance.active():
-        recipe = recipe_of(x, residual, end, given_out)
-        return end.of(out, sum_of(x, residual, end, group, out, recipe))
+        return sum_of(x, residual, end, group, out, recipe, also)
     # The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
     # rows of whole vectors; any others are summed as elements, and torch normalises them.
     rows, columns = (0, 0) if end.norm_weight is None else checks.rows_to_norm("all_reduce", x)
@@ -224,11 +236,11 @@ def _whole(
     made: list[Made | None] = []
     for part in parts:
         some = None if added is None else added[part]
-        made.append(sum_of(given[part], some, of_part, group, total[part]))
+        made.append(sum_of(given[part], some, of_part, group, total[part], also=also))
     if len(made) == 1:
-        return end.of(out, made[0])
+        return made[0]
     norms = [each.normalised for each in made if each is not None]
-    return end.of(out, Made(torch.cat(norms)) if norms else None)
+    return Made(torch.cat(norms)) if norms else None
 
 
 def recipe_of(

@@ -28,7 +28,6 @@ from flux.ops.norm_and_quant import row_norm as row_norm
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.ops.ways.two_level_sums import gemm_and_sum
 from flux.plan.choose import require, workspace_plan
-from flux.plan.sums import split_rows
 
 Tensor = torch.Tensor
 _OP = repeat.operator()
@@ -120,8 +119,9 @@ def gemm_ar(
 
     Each rank's product is accumulated in fp32 and rounded to the result's dtype. Those p products are summed
     in fp32, in rank order; then bias and residual are added and the sum is rounded, once. So results are
-    bitwise equal on all ranks, and repeatable. What does not run in one kernel (flux.explain says what, and
-    why), and a single rank, may round before the residual is added, and not round the products.
+    bitwise equal on all ranks, and repeatable. In parts (flux.explain says what, and why) rank 0 adds the
+    bias to its product before that is rounded. What is composed or unfused, and a single rank, may round
+    before the residual is added, and not round the products.
 
     Args:
         x: [..., K/p]; bfloat16 or float16 for the kernel, float32 and float64 go through torch on GPUs. With
@@ -335,18 +335,12 @@ def _among_ranks(call: Call, group: ProcessGroup) -> Any:
         require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, **end.same()}
-    if plan.by_flux and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
-        for some in split_rows(m, n, total.dtype):
-            part = None if residual is None else residual[some]
-            theirs = fp8.of_slice(scales, m, some)
-            rows = Call(x[some], weight, bias, transpose_weight, part, out=total[some], scales=theirs)
-            _among_ranks(rows, group)
-    elif plan.way == "parts":
+    if plan.way == "parts":
         product = torch.empty_like(total)
         once = bias if group.rank() == 0 else None  # the sum has it once
         plain.run(x, weight, once, transpose_weight, product, scales, recipe)
         of_sum = reduce.recipe_of(product, residual, end, total, recipe)
-        made = reduce.sum_of(product, residual, end, group, total, of_sum, {"bias": bias})
+        made = reduce.made_of(product, residual, end, group, total, of_sum, {"bias": bias})
         if isinstance(workspace, CudaWorkspace):
             end.remembered(recipe, out, made)
             recipe.allocates(product)

@@ -97,7 +97,7 @@ def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
 
 def _can_scale_fused(op: str, problem: PlanInput, scaling: Scaling) -> tuple[bool, str]:
     """can_run_fused of fp8 operands on a GPU."""
-    if not takes(op, "scale_x"):
+    if op != "gemm_ar" and not takes(op, "scale_x"):  # gemm_ar's product is flux.gemm's
         return False, f"{op} has no kernel for float8 operands yet"
     if scaling.out_dtype == torch.float32 and op in _IN_16_BITS:
         return False, f"{_IN_16_BITS[op]} of 16 bits, not float32"
@@ -266,8 +266,13 @@ def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
     if way == "torch":
         return PLANNERS[op](replace(problem, why_not=reason))
     if _has_parts(op, way):
-        return problem.plan(op, True, reason, way=way, transport=f"those of {_PARTS[op]}")
+        return in_parts(op, problem, reason)
     return WAYS[op, way](problem, reason) if (op, way) in WAYS else None
+
+
+def in_parts(op: str, problem: PlanInput, reason: str) -> Plan:
+    """The plan to run an operator as the operators that it is made of."""
+    return problem.plan(op, True, reason, way="parts", transport=f"those of {_PARTS[op]}")
 
 
 def _record(op: str, problem: PlanInput) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from flux import _invariance, _native
 from flux.comm.workspace import round_up
-from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen, select_tile
+from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen, in_parts, select_tile
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
@@ -22,6 +22,12 @@ PAIR_COMPOSED_FROM_BYTES = 48 << 20
 # Where the ranks do not divide the rows, the rest is another exchange, which reads the weight once more. That
 # is expected to take as long as what composing gains for 16 MiB, a fifth of what it gains for 32.
 RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
+# Rows for which there is a kernel that multiplies 16-bit operands and sums over ranks (csrc/gemm/swap_ab.h).
+# What was measured for others is of kernels that are gone.
+KERNEL_ROWS = range(17, 257)
+# Where it shortens a decoder layer. Elsewhere a plan takes it only if it was measured to be sooner
+# (docs/design/decisions.md#gemm_ar-keeps-the-fused-tiles-that-shorten-a-decoder-layer).
+_SOONER_ROWS, _SOONER_RANKS = range(48, 193), 4
 # Elements of the kernels' 16-byte vectors. On CPUs matrices of any dtype are padded to a multiple of it.
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
@@ -47,10 +53,8 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
     sum_bytes = m * n * dtype.itemsize
     rest, invariant = m % p, _invariance.active()
     # A sum that is composed is rounded before the residual is added.
-    if invariant and sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
-        transport = f"{problem.transport}, in {len(split_rows(m, n, dtype))} parts"
-        reason = "batch invariant: exchanges only"
-        return problem.plan("gemm_ar", True, reason, transport=transport)
+    if invariant and n * dtype.itemsize <= MAX_EXCHANGE_BYTES:
+        return in_parts("gemm_ar", problem, "batch invariant: a product, then its sum by exchanges")
     if not invariant and m >= p and sum_bytes >= _composed_from(problem, norm):
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
@@ -59,7 +63,11 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {p} ranks"
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
-    return _by_exchange(problem, reason, norm=norm)
+    if not problem.on_gpu:
+        return _by_exchange(problem, reason, norm=norm)
+    if _has_kernel(problem) and p == _SOONER_RANKS and m in _SOONER_ROWS:
+        return _by_exchange(problem, reason, norm=norm)
+    return in_parts("gemm_ar", problem, "a product, then its sum: at least as soon as one kernel")
 
 
 def plan_gemm_ar_norm(problem: PlanInput) -> Plan:
@@ -80,19 +88,21 @@ def _composed(problem: PlanInput, reason: str) -> Plan | None:
     return problem.plan("gemm_ar", True, reason, **_COMPOSED) if problem.m >= problem.world_size else None
 
 
-def _exchange_if_it_fits(problem: PlanInput, reason: str, *, norm: bool) -> Plan | None:
+def _has_kernel(problem: PlanInput) -> bool:
+    """Whether one kernel multiplies and sums. CPUs have its protocol for any problem."""
+    return not problem.on_gpu or (problem.m in KERNEL_ROWS and problem.scaling is None)
+
+
+def _exchange_if_it_can(problem: PlanInput, reason: str, *, norm: bool) -> Plan | None:
     fits = problem.m * problem.n * problem.result_dtype.itemsize <= MAX_EXCHANGE_BYTES
-    return _by_exchange(problem, reason, norm=norm) if fits else None
+    return _by_exchange(problem, reason, norm=norm) if fits and _has_kernel(problem) else None
 
 
 def _by_exchange(problem: PlanInput, reason: str, *, norm: bool) -> Plan:
-    choice = select_tile("gemm_ar", problem)
-    two_launches = problem.on_gpu and not choice.sums_in_launch
-    exchange = _exchanged(problem, alone=two_launches, norm=norm)
+    exchange = _exchanged(problem, norm=norm)
     reason += f"; {exchange.pop('reason')}"
-    if problem.on_gpu:
-        reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
-    return problem.plan("gemm_ar", True, **(chosen(choice, reason) | exchange))
+    tile = chosen(select_tile("gemm_ar", problem), reason) if problem.on_gpu else {"config": _NO_TILE}
+    return problem.plan("gemm_ar", True, **({"reason": reason} | tile | exchange))
 
 
 def split_rows(m: int, n: int, dtype: torch.dtype) -> list[slice]:
@@ -166,7 +176,7 @@ PLANNERS |= {
 }
 for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
     WAYS[_op, "composed"] = _composed
-    WAYS[_op, "kernel"] = functools.partial(_exchange_if_it_fits, norm=_norm)
+    WAYS[_op, "kernel"] = functools.partial(_exchange_if_it_can, norm=_norm)
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:

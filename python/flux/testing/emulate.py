@@ -17,8 +17,10 @@ from flux.comm import cuda
 from flux.comm.workspace import HEADER_BYTES, MAX_WORLD_SIZE, OP_NAMES, round_up
 from flux.errors import CommTimeoutError
 from flux.fp8.scales import Scales, for_kernel
+from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import End, Made
 from flux.ops.ways import ag_gemm as ag_gemm_ways
+from flux.plan.sums import KERNEL_ROWS
 
 _torch_cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -276,7 +278,8 @@ class EmulatedRanks:
         scales: Sequence[Scales] = (),
         end: End | None = None,
     ) -> list[torch.Tensor]:
-        """GEMM+AllReduce of all ranks at once.
+        """GEMM+AllReduce of all ranks at once: in the kernel that takes up to 256 rows of 16 bits, else by a
+        product and its sum.
 
         Args:
             xs: for every rank x [m, k].
@@ -292,10 +295,19 @@ class EmulatedRanks:
             the norms, then their scales, too.
         """
         m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
-        # In two launches, rows may be distributed over ranks, rounded up to a multiple of the ranks.
-        self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode).bytes)
         end = end or End(norm_weight, 1e-6)
-        sums = self._empty(xs[0], m, n, scales)
+        if scales or m >= KERNEL_ROWS.stop:
+            products = self._empty(xs[0], m, n, scales)
+
+            def multiply(rank: int) -> None:
+                products[rank].record_stream(torch.cuda.current_stream(self.device))
+                once = bias if rank == 0 else None
+                of_rank = scales[rank] if scales else None
+                plain.run(xs[rank], weights[rank], once, transpose_weight, products[rank], of_rank)
+
+            return self._sum(products, m, mode, join, absent, residual, end, multiply)
+        self._stored.reserve_exchange(self._exchange(m, n, mode).bytes)
+        sums = self._empty(xs[0], m, n)
         made = [end.in_kernel("gemm_ar", total) for total in sums]
 
         def launch(rank: int) -> None:
@@ -314,7 +326,6 @@ class EmulatedRanks:
                 end.norm_weight,
                 end.eps,
                 None if own is None else total,
-                **_of_rank(xs, scales, rank),
                 **end.for_kernel(own),
             )
 
@@ -355,8 +366,9 @@ class EmulatedRanks:
         absent: Collection[int],
         residual: torch.Tensor | None,
         end: End,
+        multiply: Callable[[int], None] = lambda rank: None,
     ) -> list[torch.Tensor]:
-        """The sum of all `xs` [m, n], of which every rank gets `rows` rows."""
+        """The sum of all `xs` [m, n], of which every rank gets `rows` rows. multiply: makes a rank's x."""
         m, n = xs[0].shape
         whole = m if end.norm_weight is None else -(-m // self.world_size) * self.world_size
         self._stored.reserve_exchange(self._exchange(whole, n, mode).bytes)
@@ -364,6 +376,7 @@ class EmulatedRanks:
         made = [end.in_kernel("all_reduce", total) for total in sums]
 
         def launch(rank: int) -> None:
+            multiply(rank)
             own, total = made[rank], sums[rank]
             first, second = (total, None) if own is None else (own.normalised, total)
             given = (self._stored.address(rank), self.num_sms, mode, residual, end.norm_weight, end.eps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from flux.bench.suites import Problem
 from flux.comm.cuda import CudaWorkspace
 from flux.fp8.scales import Scaling
 from flux.ops.ways import ag_gemm, exchange, gemm_ar, gemm_rs
-from flux.plan.choose import PLANNERS, PlanInput
+from flux.plan.choose import PLANNERS, WAYS, PlanInput
 
 CONTEXT = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
 ADDRESS, EPOCH, SMS = 77, 5, 132
@@ -41,9 +43,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Launches:
     sizes = (1, sizes[0] * sizes[1], 0) if op == "all_reduce" else sizes
     scaling = Scaling("row", torch.bfloat16) if problem.scales else None
     dtype = torch.float8_e4m3fn if problem.scales else torch.bfloat16
-    found = Launches(
-        PLANNERS[op](PlanInput("cuda", *sizes, dtype, world_size=2, num_sms=SMS, scaling=scaling))
-    )
+    planner = partial(WAYS[op, "kernel"], reason="") if op == "gemm_ar" else PLANNERS[op]
+    given = PlanInput("cuda", *sizes, dtype, world_size=2, num_sms=SMS, scaling=scaling)
+    found = Launches(planner(given))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "num_sms", SMS, raising=False)
     monkeypatch.setattr(workspace, "group", None, raising=False)
@@ -92,14 +94,14 @@ REST = {
 TENSORS = {
     "gemm_rs": ((256, 128), (512, 128), (128, 512)),
     "ag_gemm": ((128, 256), (256, 256), (256, 256)),
-    "gemm_ar": ((256, 128), (512, 128), (256, 512)),
+    "gemm_ar": ((64, 512), (512, 512), (64, 512)),
 }
 
 
-@pytest.mark.parametrize("scales", ["", "row"])
-@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm", "gemm_ar"])
+@pytest.mark.parametrize(("op", "scales"), [*product(("gemm_rs", "ag_gemm"), ("", "row")), ("gemm_ar", "")])
 def test_every_choice_of_a_fused_gemm(monkeypatch: pytest.MonkeyPatch, op: str, scales: str) -> None:
-    found = launches(monkeypatch, Problem(op, "custom", op, 256, 512, 256, scales=scales))
+    m, k = (64, 1024) if op == "gemm_ar" else (256, 256)
+    found = launches(monkeypatch, Problem(op, "custom", op, m, 512, k, scales=scales))
     plan, numbers = found.plan, found.numbers
     assert found.shapes == {TENSORS[op]}
     choices = {name: given[3] for name, given in numbers.items()}

@@ -188,9 +188,8 @@ def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
     wide = []
     for m in (1, 16, 17, 100, 256, 300, 2048, 8192):
         for n, k in ((8, 16), (4096, 7168), (7168, 2048), (576, 7168)):
-            for select in (core.select_gemm, core.select_gemm_ar):
-                choice = select(m, n, k, False, 132, **operands)
-                assert choice.split > 0 or choice.config in FP8_TILES
+            choice = core.select_gemm(m, n, k, False, 132, **operands)
+            assert choice.split > 0 or choice.config in FP8_TILES
             for world_size in (2, 8):
                 for select in (core.select_gemm_rs, core.select_ag_gemm):
                     choice = select(m * world_size, n, k, False, world_size, 132, **operands)
@@ -211,17 +210,32 @@ def test_192_columns_are_chosen_where_they_were_measured_to_win_and_by_the_plain
         assert (choice.config == wide.id) == wins, choice.name
         assert choice.candidates[0][0].startswith(choice.name)
         assert any(name.startswith(wide.name) for name, _ in choice.candidates)
-        for select, ranks in ((core.select_gemm_ar, ()), (core.select_ag_gemm, (2,))):
-            chosen = select(m, n, k, False, *ranks, 132, operand_bytes=1)
-            assert not any(name.startswith(wide.name) for name, _ in chosen.candidates)
-            with pytest.raises(ValueError, match="config"):
-                select(m, n, k, False, *ranks, 132, wide.id, operand_bytes=1)
+        gathers = core.select_ag_gemm(m, n, k, False, 2, 132, operand_bytes=1)
+        assert not any(name.startswith(wide.name) for name, _ in gathers.candidates)
+        with pytest.raises(ValueError, match="config"):
+            core.select_ag_gemm(m, n, k, False, 2, 132, wide.id, operand_bytes=1)
         of_rows = core.select_gemm_rs(m, n, k, False, 2, 132, sent.id, operand_bytes=1)
         assert of_rows.config == sent.id and of_rows.candidates[0][0].startswith(sent.name)
         with pytest.raises(ValueError, match="config"):
             core.select_gemm(m, n, k, False, 132, sent.id, operand_bytes=1)
         with pytest.raises(ValueError, match="config"):
             core.select_gemm_rs(m, n, k, False, 2, 132, wide.id, operand_bytes=1)
+
+
+def test_sums_in_the_launch_of_a_product_are_of_few_rows() -> None:
+    for m in range(1, 300):
+        if m > 256:
+            with pytest.raises(ValueError, match="config"):
+                core.select_gemm_ar(m, 4096, 2048, False, 132)
+            continue
+        choice = core.select_gemm_ar(m, 4096, 2048, False, 132)
+        lowest = core.FIRST_SWAP_AB + 2  # those before it have 16 rows
+        assert lowest <= choice.config < core.FIRST_SWAP_AB + core.NUM_SWAP_AB
+        assert all(name.startswith("swap-ab 64x") for name, _ in choice.candidates)
+        assert not any(name.startswith("swap-ab 64x16x") for name, _ in choice.candidates)
+    for tile in core.tile_configs():
+        with pytest.raises(ValueError, match="config"):
+            core.select_gemm_ar(64, 4096, 2048, False, 132, tile.id)
 
 
 def test_gemm_rs_takes_the_tile_that_promotes_pairs_where_it_was_measured_to_win() -> None:

@@ -20,19 +20,21 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.fp8.scales import Scales
+from flux.fp8.scales import Scaling
 from flux.ops import gemm_ar as ops
 from flux.ops.norm_and_quant import NONE, End
 from flux.ops.ways import exchange
 from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.plan.choose import PLANNERS, Plan, PlanInput
+from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput
 from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import GemmRsCase, RankFailure, spawn
 
 TIMEOUT_S = 1.0
+FP8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scaling": Scaling("row", torch.bfloat16, fast=False)}
 
 
-def plan(op: str = "gemm_ar", **change: Any) -> Plan:
+def plan(op: str = "gemm_ar", by_kernel: bool = False, **change: Any) -> Plan:
+    """by_kernel: of the kernel that multiplies and sums, also where it is not the sooner way."""
     facts: dict[str, Any] = {
         "device_type": "cuda",
         "m": 16,
@@ -46,33 +48,36 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         "transport": "links",
         **change,
     }
+    if by_kernel:
+        made = WAYS[op, "kernel"](PlanInput(**facts), "")
+        assert made is not None
+        return made
     return PLANNERS[op](PlanInput(**facts))
 
 
 @pytest.mark.parametrize(
     ("change", "fused", "mode", "words"),
     [
-        ({}, True, 0, "one-shot sends 384.0 KiB in one trip, two-shot would send 192.0 KiB in two"),
-        ({"m": 256}, True, 1, "two-shot sends 3072.0 KiB in two"),
-        ({"m": 1}, True, 0, "one-shot"),
-        ({"m": 1}, True, 0, "; one launch"),
-        ({"m": 128, "n": 8192, "k": 4096}, True, 1, "; one launch"),
-        ({"m": 200, "n": 1024, "k": 8192}, True, 1, "; two launches: GEMM, sum"),
-        ({"m": 512, "n": 8192, "k": 4096, "world_size": 2}, True, 1, "; two launches: GEMM, sum"),
-        ({"m": 383, "n": 8192, "k": 4096, "world_size": 2}, True, 1, "; two launches: GEMM, sum"),
-        ({"m": 128, "n": 8192, "k": 4096, "world_size": 2}, True, 0, "; one launch"),
-        ({"m": 192, "n": 8192, "k": 14336, "world_size": 2}, True, 0, "; one launch"),
-        ({"m": 256, "n": 8192, "k": 14336, "world_size": 2}, True, 1, "; two launches: GEMM, sum"),
+        ({"m": 48, "n": 1024}, True, 0, "one-shot sends 288.0 KiB in one trip, two-shot would send 144.0"),
+        ({"m": 192}, True, 1, "two-shot sends 2304.0 KiB in two"),
+        # Kernels that multiply and sum are sooner with some rows between four ranks, of 16-bit operands.
+        *(({"m": m}, True, -1, "a product, then its sum") for m in (1, 16, 47, 193, 256, 512)),
+        *(({"m": 128, "world_size": p}, True, -1, "a product, then its sum") for p in (2, 3, 8)),
+        ({"m": 128, **FP8}, True, -1, "a product, then its sum"),
+        ({"m": 128, **FP8, "op": "gemm_ar_norm"}, True, -1, "a product, then its sum"),
+        ({"m": 128, "n": 8192, "op": "gemm_ar_norm"}, True, 1, "two-shot"),
+        *(({"m": m, "by_kernel": True}, True, 0, "one-shot") for m in (17, 32)),
+        *(({"m": m, "world_size": 2, "by_kernel": True}, True, 0, "one-shot") for m in (17, 256)),
         ({"m": 512, "n": 8192, "world_size": 2, "device_type": "cpu", "num_sms": 0}, True, 0, "one-shot"),
         ({"dtype": torch.float32}, False, -1, "not float32"),
         ({"n": 4100}, False, -1, "n = 4100 is not a multiple of 8"),
         ({"k": 36}, False, -1, "k = 36 is not a multiple of 8"),
         ({"m": 0}, False, -1, "empty"),
         ({"why_not": "rank 1: no way"}, False, -1, "rank 1: no way"),
-        ({"m": 1532}, True, 1, "two-shot"),
+        ({"m": 1532}, True, -1, "a product, then its sum"),
         ({"m": 1536}, True, -1, "a sum of 12 MiB is sooner there as gemm_rs + all_gather"),
-        ({"m": 1537}, True, 1, "two-shot"),
-        ({"m": 3071}, True, 1, "two-shot"),
+        ({"m": 1537}, True, -1, "a product, then its sum"),
+        ({"m": 3071}, True, -1, "a product, then its sum"),
         (
             {"m": 3073},
             True,
@@ -82,15 +87,15 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"m": 8191}, True, -1, "gemm_rs + all_gather, of 3 rows by exchange"),
         ({"m": 8192}, True, -1, "a sum of 64 MiB is sooner there as gemm_rs + all_gather"),
         ({"m": 8196}, True, -1, "gemm_rs + all_gather"),
-        ({"m": 4096, "world_size": 2}, True, 1, "two-shot"),
+        ({"m": 4096, "world_size": 2}, True, -1, "a product, then its sum"),
         ({"m": 6144, "world_size": 2}, True, -1, "a sum of 48 MiB is sooner there as gemm_rs + all_gather"),
-        ({"m": 6145, "world_size": 2}, True, 1, "two-shot"),
+        ({"m": 6145, "world_size": 2}, True, -1, "a product, then its sum"),
         ({"m": 8193, "world_size": 2}, True, -1, "gemm_rs + all_gather, of 1 rows by exchange"),
-        ({"op": "gemm_ar_norm", "m": 8192, "world_size": 2}, True, 1, "two-shot"),
+        ({"op": "gemm_ar_norm", "m": 8192, "world_size": 2}, True, -1, "a product, then its sum"),
         ({"op": "gemm_ar_norm", "m": 8194, "world_size": 2}, True, -1, "gemm_rs + all_gather"),
         ({"op": "gemm_ar_norm", "m": 1536}, True, -1, "a sum of 12 MiB is sooner there"),
         ({"m": 8197}, True, -1, "gemm_rs + all_gather, of 1 rows by exchange"),
-        ({"m": 3, "n": 8 << 20}, True, 1, "two-shot"),
+        ({"m": 3, "n": 8 << 20}, True, -1, "a product, then its sum"),
         ({"m": 3, "n": 16 << 20}, False, -1, "m = 3 cannot be dealt to 4 ranks"),
         ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
         ({"op": "all_reduce_norm", "m": 3}, True, 0, "one-shot sends"),
@@ -116,7 +121,7 @@ def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: in
         return
     assert made.transport.endswith(["one-shot", "two-shot"][mode])
     # A sum in a launch of its own may deal out rows, to all ranks alike.
-    alone = "two launches" in made.reason or change.get("op") == "all_reduce_norm"
+    alone = change.get("op") == "all_reduce_norm"
     rows = round_up(made.m, made.world_size) if alone and mode == 1 else made.m
     layout = core.exchange(rows, round_up(made.n, 8), made.world_size, core.ExchangeMode(mode))
     on_gpu = change.get("device_type") != "cpu"
@@ -130,16 +135,18 @@ def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: in
     [
         *(("all_reduce_norm", m, mode) for m, mode in ((1, 0), (48, 0), (64, 1))),
         *(("all_reduce", m, mode) for m, mode in ((16, 0), (48, 1))),
-        *(("gemm_ar_norm", m, mode) for m, mode in ((1, 0), (7, 0), (8, 1))),
-        *(("gemm_ar", m, mode) for m, mode in ((16, 0), (32, 1))),
+        *(("gemm_ar_norm", m, mode) for m, mode in ((20, 0), (28, 0), (32, 1))),
+        *(("gemm_ar", m, mode) for m, mode in ((64, 0), (128, 1))),
     ],
 )
 def test_a_norm_changes_when_two_trips_are_sooner(op: str, m: int, mode: int) -> None:
     """As measured on four GPUs. Two ranks send as much either way, and CPUs sum as without a norm."""
-    assert plan(op, m=m, n=8192).mode == mode
-    assert plan(op, m=m, n=8192, world_size=2).mode == 0
+    alone = op.startswith("all")
+    how: dict[str, Any] = {"m": m, "n": 8192 if alone else 2048, "by_kernel": not alone}
+    assert plan(op, **how).mode == mode
+    assert plan(op, **how, world_size=2).mode == 0
     without = op.removesuffix("_norm")
-    assert plan(op, m=m, n=8192, device_type="cpu").mode == plan(without, m=m, n=8192, device_type="cpu").mode
+    assert plan(op, **how, device_type="cpu").mode == plan(without, **how, device_type="cpu").mode
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -168,9 +175,8 @@ def launch(
     residual: torch.Tensor | None,
     total: torch.Tensor,
     end: End = NONE,
-    scales: Scales | None = None,
 ) -> Any:
-    operands = gemm_ar_ways.Operands(x, weight, None, plan.transpose_weight, residual, total, scales)
+    operands = gemm_ar_ways.Operands(x, weight, None, plan.transpose_weight, residual, total, None)
     return gemm_ar_ways.fused_cuda(workspace, plan, operands, end)
 
 
@@ -181,7 +187,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
-    made = plan(m=4, n=16, k=8)
+    made = plan(m=48, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
     total = torch.zeros(4, 16).bfloat16()
     shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
@@ -196,9 +202,8 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain[7] == norm[7] == 114, "CTAs wait for those of peers that have the same share"
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
-    # Written before the residual is read.
     launch(workspace, made, x, weight, total, total)
-    assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
+    assert told[2][9] is told[2][3] is total, "the thread that adds a residual writes the element"
     # A result that a kernel cannot write where it shall lie.
     monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: arguments[3].fill_(5))
     launch(workspace, made, x, weight, None, shifted)
@@ -214,16 +219,16 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[4][5].data_ptr() % 16 == 0 and told[5][6].data_ptr() % 16 == 0
 
 
-def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_are_given_of_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     for module in (gemm_ar_ways, exchange):
         monkeypatch.setattr(module, "_kernel", lambda *arguments, **how: told.append(how))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
-    made, total = plan(m=4, n=256, k=16), torch.zeros(4, 256).bfloat16()
-    x, weight = (torch.ones(rows, 16).to(torch.float8_e4m3fn) for rows in (4, 256))
-    scales, static = Scales(torch.ones(4), torch.ones(1), torch.bfloat16, "fast"), torch.tensor([0.5])
+    made, total = plan(m=48, n=256, k=16), torch.zeros(4, 256).bfloat16()
+    x, weight = (torch.ones(rows, 16).bfloat16() for rows in (4, 256))
+    static = torch.tensor([0.5])
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "tensor": ((1,), (1,)),
         "tensor, static": ((1,), (1,)),
@@ -234,7 +239,7 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
         quant, scale = name.split(",")[0], static if "static" in name else None
         end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "row", True)
         results = [
-            (launch(workspace, made, x, weight, None, total, end, scales), total),
+            (launch(workspace, made, x, weight, None, total, end), total),
             (exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
         ]
         for how, (found, summed) in zip(told[-2:], results, strict=True):
@@ -248,9 +253,6 @@ def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pyte
             assert told_q.dtype == torch.float8_e4m3fn and told_q.shape == (4, 256)
             assert told_scale.shape == of_result and rest[0] is summed and rest[1].shape == (4, 256)
             assert (how["parts"] is None) == (quant != "tensor" or scale is not None)
-        fused, alone = told[-2:]
-        assert (fused["scale_x"], fused["scale_w"], fused["fast"]) == (*scales[:2], True)
-        assert "scale_x" not in alone
 
 
 def disagreeing(rank: int, world_size: int) -> list[str]:

@@ -17,6 +17,7 @@ import flux
 from flux import _files
 from flux import machine as machines
 from flux.comm import registry
+from flux.fp8.scales import Scaling
 from flux.measured import files, machine
 from flux.measured.machine import Machine
 from flux.measured.times import Fact, Modelled, Tuning, choose
@@ -170,26 +171,37 @@ def gpu(**change: Any) -> PlanInput:
 
 
 def test_the_plan_takes_the_way_and_explains_it() -> None:
-    plan = planned("gemm_ar", gpu())
-    assert (plan.way, plan.by_flux) == ("parts", True)
+    sooner = replace(gpu(), tuning=Tuning((fact(64, kernel=20.0, parts=40.0, torch=80.0),)))
+    plan = planned("gemm_ar", sooner)
+    assert (plan.way, plan.by_flux) == ("kernel", True)
     text = str(plan)
-    assert "runs       in parts: 20.0 us, by kernel 40.0 us (measured in a.json)" in text
+    assert "runs       by kernel: 20.0 us, in parts 40.0 us (measured in a.json)" in text
     assert "  torch      80.0 us, measured in a.json" in text
-    assert planned("gemm_ar", replace(gpu(), tuning=Tuning())).way == "kernel"
+    assert planned("gemm_ar", replace(gpu(), tuning=Tuning())).way == "parts"
     # Nothing changes a plan that cannot run fused, or that must be batch invariant.
-    assert planned("gemm_ar", replace(gpu(), why_not="no way")).reason == "no way"
+    assert planned("gemm_ar", replace(sooner, why_not="no way")).reason == "no way"
     with flux.batch_invariant():
-        assert planned("gemm_ar", gpu()).way == "kernel"
+        assert planned("gemm_ar", sooner).way == "parts"
     # A plan is made of the problem alone: neither of time nor of a capture.
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
-        assert planned("gemm_ar", gpu()) == plan
+        assert planned("gemm_ar", sooner) == plan
+
+
+def test_what_was_measured_of_kernels_that_are_gone_does_not_count() -> None:
+    for m, change in ((16, {}), (512, {}), (64, {"scaling": Scaling("row", torch.bfloat16, fast=False)})):
+        scales = ", row scales" if change else ""
+        facts = replace(fact(m, kernel=20.0, parts=40.0), op=f"gemm_ar{scales}", dtype=1 if scales else 2)
+        problem = replace(gpu(), m=m, tuning=Tuning((facts,)), **change)
+        problem = replace(problem, dtype=torch.float8_e4m3fn) if change else problem
+        plan = planned("gemm_ar", problem)
+        assert plan.way == "parts" and ("kernel", 20.0) in [each[:2] for each in plan.estimates]
 
 
 def test_unfused_by_choice_is_unfused() -> None:
-    known = Tuning((fact(64, kernel=40.0, torch=20.0),))
+    known = Tuning((fact(64, parts=40.0, torch=20.0),))
     plan = planned("gemm_ar", replace(gpu(), tuning=known))
     assert (plan.way, plan.by_flux, plan.transport) == ("torch", False, "torch.distributed.all_reduce")
-    assert plan.reason == "20.0 us, by kernel 40.0 us (measured in a.json)"
+    assert plan.reason == "20.0 us, in parts 40.0 us (measured in a.json)"
 
 
 @pytest.mark.parametrize(
@@ -394,10 +406,12 @@ def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
         return planned(op, replace(problem, tuning=Tuning(facts))).way
 
     assert [way(op, alone, normed) for op in ("gemm_ar", "gemm_ar_norm")] == ["composed", "parts"]
-    assert way("gemm_ar_norm", alone) == "kernel", "a norm behind what is composed was not measured"
-    other = replace(alone, us={"kernel": 105.0, "parts": 90.0})
-    assert way("gemm_ar_norm", other) == "parts", "not measured with a norm: as without"
-    assert way("gemm_ar", normed) == "kernel", "a norm says nothing of the sum alone"
+    assert way("gemm_ar_norm", alone) == "parts", "a norm behind what is composed was not measured"
+    other = replace(alone, us={"parts": 105.0, "torch": 90.0})
+    assert way("gemm_ar_norm", other) == "torch", "not measured with a norm: as without"
+    assert way("gemm_ar", replace(other, op="gemm_ar_norm")) == "parts", (
+        "a norm says nothing of the sum alone"
+    )
 
 
 def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:

@@ -16,10 +16,12 @@ from flux._native import core
 from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace, Launch
+from flux.measured.times import Tuning
 from flux.ops import ag_gemm, gemm_ar
 from flux.ops.ways import ag_gemm as ag_gemm_ways
 from flux.ops.ways import all_gather, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.plan import sums
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
 ROOM = 1 << 30
@@ -52,6 +54,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         timeout_s=30.0,
         why_not=None,
         num_sms=132,
+        tuning=Tuning(forced="kernel"),
         _plans=({}, {}),
         _plans_left_free={},
         failure=None,
@@ -91,6 +94,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         "all_gather": all_gather,
     }.items():
         monkeypatch.setattr(module, "_kernel", record(name))
+    monkeypatch.setattr(sums, "KERNEL_ROWS", range(1, 257))  # also of calls with eight
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))

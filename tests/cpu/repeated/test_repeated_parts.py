@@ -223,7 +223,7 @@ def raise_no_room(*_: Any) -> None:
 
 
 def test_composed_calls_of_two_calls_of_gemm_ar_are_not_a_whole(
-    machine: Machine, workspace: CudaWorkspace
+    machine: Machine, workspace: CudaWorkspace, in_parts: None
 ) -> None:
     workspace.tuning = Tuning(forced="composed")
     x, weight = tensor(9, 64), tensor(16, 64)  # ranks do not divide the rows

@@ -1,12 +1,10 @@
-// GEMM+ReduceScatter, GEMM+AllReduce and AllGather+GEMM of fp8 operands on two to eight ranks.
+// GEMM+ReduceScatter and AllGather+GEMM of fp8 operands on two to eight ranks.
 #include <algorithm>
 
 #include "ag_gemm/ag_gemm.h"
 #include "cuda_runtime_api.h"
 #include "fp8.h"
 #include "gemm/select.h"
-#include "gemm/swap_ab.h"
-#include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
 #include "ranks.h"
@@ -140,89 +138,6 @@ void gemm_rs(uint64_t seed) {
   }
 }
 
-void gemm_ar(uint64_t seed) {
-  Random random(seed);
-  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
-  const bool many = world_size > 4;  // ranks: everything else is small
-  const bool tall = seed % 3 == 1;   // tiles of rows that have their own scales, and sum in the launch
-  const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
-  const bool swaps = random.below(2) == 0 && !tall, adds = random.below(2) == 0;
-  const bool norms = random.below(2) == 0, quantises = norms && random.below(3) != 0;
-  const int n = 64 * random.between(1, many ? 1 : 5) - 8 * random.below(3), k = draw_k(random, many ? 2 : 4);
-  int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
-  bool promotes = true;
-  if (swaps) {
-    int id = random.below(flux::gemm::kNumSwapAbConfigs);
-    while (!flux::gemm::kSwapAbConfigs[id].is_fp8) id = random.below(flux::gemm::kNumSwapAbConfigs);
-    m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
-    const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
-    const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
-    size = pairs ? 2 : split;
-    config = pack(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
-  } else {
-    // Tiles that sum in the launch, and tiles that need a second one.
-    const int id = draw_tile(random, tall ? flux::gemm::supports_exchange : flux::gemm::supports_gathering);
-    const TileConfig& tile = flux::gemm::kTileConfigs[id];
-    promotes = tile.promotes();
-    Cluster cluster =
-        supports_exchange(tile) ? random.one_of({Cluster::kNone, Cluster::kPairM}) : Cluster::kPairN;
-    if (supports_exchange(tile) && k > 256 && random.below(3) == 0)
-      cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
-    size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
-    if (!many) m = random.one_of({m, 128, 128 + m});
-    if (tall) m = 128 + m % 128;
-    config = pack(id, cluster, 1);
-  }
-  const Problem problem(random, promotes, k, tall);
-  const int num_sms = many ? 2 : random.one_of({4, 8});
-  start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  describe(swaps ? "swap-AB " : "tiles ", config & 0xFF,
-           mode == Mode::kOneShot ? ", one-shot, " : ", two-shot, ", problem.name(), adds ? "residual, " : "",
-           norms ? "norm, " : "", quantises ? "quantised, " : "", num_sms, " SMs, ",
-           words(world_size, m, n, k, problem.dtype));
-
-  const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
-  std::vector<Product> products;
-  std::vector<std::vector<Values>> outs(world_size), normed(world_size);
-  std::vector<QuantizedValues> quantised;
-  // Sums of up to eight ranks are exact in 16 bits.
-  for (int rank = 0; rank < world_size; ++rank)
-    products.emplace_back(random, rank, problem, m, n, k, /*most=*/1);
-  Values residual(0, "residual", m, n), norm_weight(0, "norm weight", 1, n);
-  residual.fill(random, problem.dtype, 8);
-  norm_weight.fill(random, problem.dtype, 3);
-  const Values& bias = products[0].bias;
-  for (int rank = 0; rank < world_size; ++rank) {
-    cudaSetDevice(rank);
-    for (int call = 0; call < kCalls; ++call) {
-      const Values& out = outs[rank].emplace_back(rank, "out", m, n);
-      const Values& norm = normed[rank].emplace_back(rank, "norm", m, n);
-      flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? norm_weight.data : nullptr,
-                                      kEps, norms ? out.data : nullptr};
-      if (quantises) extras.quantized = quantised.emplace_back(random, rank, m, n, m, /*end=*/true).to;
-      const auto result = norms ? norm.matrix() : out.matrix();
-      flux::gemm_ar::gemm_ar(
-          products[rank].args(problem, call, result, problem.dtype, bias.data, config, num_sms), extras,
-          ranks.symm[rank], mode, nullptr);
-    }
-  }
-  cudaDeviceSynchronize();
-  ranks.expect_done(kCalls);
-  for (int call = 0; call < kCalls; ++call) {
-    Sums expected(m * n);
-    for (const Product& each : products) add(expected, rounded(each.of(call), problem.dtype));
-    add(expected, bias.values);
-    if (adds) add(expected, residual.values);
-    for (int rank = 0; rank < world_size; ++rank) {
-      expect(outs[rank][call], expected, problem.dtype, name_of(call, rank, "out"));
-      const Values& norm = normed[rank][call];
-      if (norms) expect_norm(norm, expected, norm_weight, problem.dtype);
-      if (quantises) quantised[rank * kCalls + call].expect_of(norm, problem.dtype);
-    }
-  }
-}
-
 void ag_gemm(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
@@ -347,7 +262,6 @@ void ag_gemm(uint64_t seed) {
 
 }  // namespace
 
-const std::vector<NamedCase> kCases = {
-    {"fp8_gemm_rs", gemm_rs}, {"fp8_gemm_ar", gemm_ar}, {"fp8_ag_gemm", ag_gemm}};
+const std::vector<NamedCase> kCases = {{"fp8_gemm_rs", gemm_rs}, {"fp8_ag_gemm", ag_gemm}};
 
 }  // namespace cases

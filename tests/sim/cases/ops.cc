@@ -184,15 +184,12 @@ Op all_reduce(const Setup& setup) {
 Op gemm_ar(const Setup& setup) {
   Random& random = setup.random;
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
-  const bool swaps = random.below(2) == 0;
   const int m = random.between(1, 16), n = 64 * random.between(1, 2), k = 8 * random.between(1, 12);
-  Op op = {
-      std::string(swaps ? "swap-AB" : "tiles") + " gemm_ar, mode " + std::to_string(static_cast<int>(mode)),
-      exchange_sizes(m, n, setup.world_size, mode)};
+  Op op = {"gemm_ar, mode " + std::to_string(static_cast<int>(mode)),
+           exchange_sizes(m, n, setup.world_size, mode)};
   Products products(setup, op, m, n, k);
   auto outs = add_outputs(setup, op, "out", m, n, [&](int call, int) { return products.sum(call); });
-  const int config =
-      swaps ? pack(flux::gemm::kFirstSwapAb, 1, 1) : pack(random.one_of({5, 3}), Cluster::kNone, 0);
+  const int config = pack(flux::gemm::kFirstSwapAb + 2, 1, 1);
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm, uint32_t) mutable {
     flux::gemm_ar::gemm_ar(products.args(call, rank, at(outs, call, rank), dtype, config), {}, symm, mode,
                            nullptr);

@@ -221,44 +221,32 @@ void gemm_ar(uint64_t seed) {
   const auto dtype = draw_dtype(random);
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool transposed = random.below(2) == 0;
-  // Rows so wide that a thread has several vectors of one, or that no CTA has room for one in shared memory.
-  const bool wide = !many && random.below(6) == 0, widest = wide && random.below(3) == 0;
-  const bool swaps = !widest && random.below(2) == 0;
-  const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
+  const bool wide = !many && random.below(6) == 0;  // a thread has several vectors of a row
+  const bool norms = wide || random.below(2) == 0, adds = random.below(2) == 0;
   Random ends(seed);  // of the quantisation
-  const bool quantises = norms && ends.below(2) == 0;
+  const bool quantises = norms && ends.below(2) == 0, in_place = adds && !norms && ends.below(2) == 0;
   int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
   int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
-  int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
+  int m = random.between(1, many ? 8 : 40);
   // Rows of several warps, and several rows for each CTA.
   if (norms && !wide && !many && random.below(3) == 0)
     n = 8 * random.between(33, 80), k = 8 * random.between(1, 8);
   if (wide) n = 8 * random.between(260, 520), k = 8, m = random.between(1, 3);
-  if (widest) n = 8 * random.one_of({random.between(1600, 1700), random.between(3080, 3200)}), m = 1;
-  if (swaps) {
-    const int id = random.below(4), height = flux::gemm::kSwapAbConfigs[id].rows;
-    m = random.below(4) == 0 && !wide && !many ? 2 * height : std::min(m, 2 * height);
-    const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    // Of CTAs that share tiles of the weight.
-    const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
-    const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
-    size = pairs ? 2 : split;
-    config = pack(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
-  } else {
-    // Tiles that sum in the launch, and tiles that need a second one.
-    const int id = widest ? 3 : random.one_of({5, 9, 3});
-    Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
-    if (id != 3 && k > 128 && random.below(3) == 0)
-      cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
-    size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
-    if (!wide && !many) m = random.one_of({m, 128, 128 + m});
-    config = pack(id, cluster, 0);
-  }
-  const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
+  const int id = random.one_of({2, 2, 3, 4});
+  const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[id];
+  if (!wide && !many) m = random.one_of({m, tile.rows + m, 2 * tile.rows});
+  const int stages = flux::gemm::swap_ab_stage_blocks(tile, k);
+  // Of CTAs that share tiles of the weight.
+  const bool pairs = !many && tile.in_pairs && random.below(2) == 0;
+  const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
+  const int size = pairs ? 2 : split;
+  const int config = pack(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
+  const int num_sms = many ? 2 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  describe(swaps ? "swap-AB " : "tiles ", config & 0xFF, mode == Mode::kOneShot ? ", one-shot" : ", two-shot",
-           norms ? ", norm, " : ", ", quantises ? "quantised, " : "", adds ? "residual, " : "", config >> 8,
-           ", ", num_sms, " SMs, ", words(world_size, m, n, k, dtype));
+  describe("swap-AB ", config & 0xFF, mode == Mode::kOneShot ? ", one-shot" : ", two-shot",
+           norms ? ", norm, " : ", ", quantises ? "quantised, " : "", adds ? "residual, " : "",
+           in_place ? "in place, " : "", config >> 8, ", ", num_sms, " SMs, ",
+           words(world_size, m, n, k, dtype));
 
   const Ranks ranks(world_size, exchange_sizes(m, n, world_size, mode));
   std::vector<Product> products;
@@ -285,8 +273,11 @@ void gemm_ar(uint64_t seed) {
                                    config,
                                    num_sms};
       args.weight_is_constant = ends.below(2) == 0;
-      flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
-                                      norms ? sum.data : nullptr};
+      if (in_place) std::copy(residual.data, residual.data + int64_t{m} * n, out.data);
+      flux::gemm_ar::Extras extras = {in_place ? out.data
+                                      : adds   ? residual.data
+                                               : nullptr,
+                                      norms ? weight.data : nullptr, kEps, norms ? sum.data : nullptr};
       if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
       flux::gemm_ar::gemm_ar(args, extras, ranks.symm[rank], mode, nullptr);
     }
@@ -339,8 +330,8 @@ void add_norm(uint64_t seed) {
 }
 
 // The bits of a norm depend on its row only: not on the rows beside it, on the CTA that has it, nor on how many clusters a
-// rank's GPU holds. In two launches they may be others than in one. All rows are equal, and eps nearly cancels the mean of their squares, so another order of these shows
-// in the result.
+// rank's GPU holds. Behind a product they may be others than alone. All rows are equal, and eps nearly cancels the mean of
+// their squares, so another order of these shows in the result.
 void norm_bits(uint64_t seed) {
   Random random(seed);
   const int world_size = 2, n = 64 * random.between(33, 40), k = 128;
@@ -352,7 +343,7 @@ void norm_bits(uint64_t seed) {
   describe(mode == Mode::kOneShot ? "one-shot, " : "two-shot, ", words(world_size, most, n, k, dtype));
   const Ranks ranks(world_size, exchange_sizes(most, n, world_size, mode));
   Sums row(n);
-  std::vector<Values> xs, weights, outs, sums;
+  std::vector<Values> xs, weights, products, outs, sums;
   Values ones(0, "norm weight", 1, n);
   ones.fill(random, dtype, 0);
   for (int i = 0; i < n; ++i) ones.data[i] = rounded(1, dtype);
@@ -367,6 +358,8 @@ void norm_bits(uint64_t seed) {
     }
     const Sums part = multiply(x, weights.back(), false);
     add(row, Sums(part.begin(), part.begin() + n));
+    const Values& product = products.emplace_back(rank, "product", most, n);
+    for (int i = 0; i < most * n; ++i) product.data[i] = rounded(static_cast<float>(part[i]), dtype);
   }
   double squares = 0;
   for (const int value : row) {
@@ -374,25 +367,27 @@ void norm_bits(uint64_t seed) {
     squares += rounded * rounded;
   }
   int tiles[kCalls];
-  const bool two_launches = random.below(3) == 0;
+  const bool alone = random.below(3) == 0;
   for (int& tile : tiles) {
-    if (two_launches) {
-      tile = pack(3, Cluster::kPairN, 0);
-      continue;
-    }
-    tile = random.below(2) == 0 ? pack(flux::gemm::kFirstSwapAb, 2, 1) : pack(5, Cluster::kNone, 0);
+    tile = random.below(2) == 0 ? pack(flux::gemm::kFirstSwapAb + 3, 2, 1)
+                                : pack(flux::gemm::kFirstSwapAb + 2, 1, 1);
   }
   const auto eps = static_cast<float>(-squares / n * (1 - 1e-6));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
       const auto at = rank, result = at * kCalls + call;
-      flux::runtime::Matrix x = xs[at].matrix();
+      flux::runtime::Matrix x = (alone ? products : xs)[at].matrix();
       x.rows = calls_rows[call];
+      const flux::gemm_ar::Extras extras = {nullptr, ones.data, eps, sums[result].data};
+      if (alone) {
+        flux::gemm_ar::all_reduce(x, outs[result].matrix(), dtype, extras, ranks.symm[at], /*num_sms=*/8,
+                                  mode, nullptr);
+        continue;
+      }
       const flux::gemm::GemmArgs args = {
           x, weights[at].matrix(), false, outs[result].matrix(), nullptr, dtype, tiles[call], /*num_sms=*/8};
-      flux::gemm_ar::gemm_ar(args, {nullptr, ones.data, eps, sums[result].data}, ranks.symm[at], mode,
-                             nullptr);
+      flux::gemm_ar::gemm_ar(args, extras, ranks.symm[at], mode, nullptr);
     }
   }
   cudaDeviceSynchronize();

@@ -47,32 +47,21 @@ struct Refusal {
   void (*call)(const Operands&, const Ranks&);
 };
 
-void gemm_ar(const Operands& operands, const Ranks& ranks, int config) {
-  flux::gemm_ar::gemm_ar(operands.args(config), {}, ranks.symm[0], Mode::kOneShot, nullptr);
-}
-
 const Refusal kRefusals[] = {
     {"gemm_rs",
      [](const Operands& operands, const Ranks& ranks) {
        flux::gemm_rs::gemm_rs(operands.args(kTile), ranks.symm[0], {}, false, nullptr);
      }},
-    {"gemm_ar, swap-AB",
+    {"gemm_ar",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack(flux::gemm::kFirstSwapAb + 7, 1, 1));
+       const int config = pack(flux::gemm::kFirstSwapAb + 8, 1, 1);
+       flux::gemm_ar::gemm_ar(operands.args(config), {}, ranks.symm[0], Mode::kOneShot, nullptr);
      }},
-    {"gemm_ar, swap-AB, split K",
+    {"gemm_ar of 16 bits",
      [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack(flux::gemm::kFirstSwapAb + 7, 2, 1));
-     }},
-    {"gemm_ar, tiles", [](const Operands& operands,
-                          const Ranks& ranks) { gemm_ar(operands, ranks, pack(kTile, Cluster::kNone, 1)); }},
-    {"gemm_ar, tiles, split K",
-     [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack(kTile, Cluster::kSplit2, 1));
-     }},
-    {"gemm_ar, two launches",
-     [](const Operands& operands, const Ranks& ranks) {
-       gemm_ar(operands, ranks, pack(kTile, Cluster::kPairN, 1));
+       flux::gemm::GemmArgs args = operands.args(pack(flux::gemm::kFirstSwapAb + 2, 1, 1));
+       args.scales = {};
+       flux::gemm_ar::gemm_ar(args, {}, ranks.symm[0], Mode::kOneShot, nullptr);
      }},
     {"all_reduce",
      [](const Operands& operands, const Ranks& ranks) {

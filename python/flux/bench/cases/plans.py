@@ -13,7 +13,7 @@ from flux.bench.model import FP8
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.fp8.scales import Scaling
-from flux.plan.choose import workspace_plan
+from flux.plan.choose import WAYS, problem_of, workspace_plan
 
 
 def kernel_plan(
@@ -24,6 +24,9 @@ def kernel_plan(
     scaling = Scaling("block" if scales == "block" else "row", context.dtype, False) if scales else None
     dtype = getattr(torch, FP8) if scales else context.dtype
     plan = workspace_plan(workspace, op, m, n, k, dtype, False, scaling)
+    if plan.by_flux and (op, "kernel") in WAYS:
+        problem = problem_of(workspace, m, n, k, dtype, False, scaling)
+        plan = WAYS[op, "kernel"](problem, "to be measured") or plan
     if plan.way != "kernel" or not isinstance(workspace, CudaWorkspace):
         raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
     return workspace, plan

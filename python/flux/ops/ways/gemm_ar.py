@@ -17,11 +17,9 @@ from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same
-from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import product as of_wide
 from flux.ops import gemm as plain
-from flux.ops import norm_and_quant
 from flux.ops.norm_and_quant import End, Made
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import gemm_rs as scatter
@@ -104,37 +102,29 @@ def fused_cuda(
     end: End,
     repeated: tuple[repeat.Recipe, Tensor] | None = None,
 ) -> Made | None:
-    """Launches the kernel. repeated: recipe (flux.comm.repeat) and result of a call that is to be known."""
-    x, weight, bias, _, residual, total, scales = call
+    """Launches the kernel, which takes 16-bit operands. repeated: recipe (flux.comm.repeat) and result of a
+    call that is to be known.
+    """
+    x, weight, bias, _, residual, total, _ = call
     # Allocations may run out of memory, so they come before the call is opened.
-    target, norms = writable(total), end.norm_weight is not None
-    # Large sums take two launches, whose second adds the squares of a row in another order.
-    if plan.batch_invariant:
-        end = norm_and_quant.NONE
+    target = writable(total)
     made = end.in_kernel("gemm_ar", total)
-    if residual is not None and residual.data_ptr() == total.data_ptr():
-        # The kernels write the product to `target` before they read the residual, so it must not be the same.
-        target = torch.empty_like(total)
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = {"x": aligned(x), "weight": aligned(weight), "bias": readable_if_any(bias)}
     extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
-    scaled = fp8.for_kernel(x, scales)
-    how = scaled | end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
         tensors = (*operands.values(), first, *options, *extras.values())
-        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **how)
+        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **end.for_kernel(made))
         enqueue()
     quantised = made is not None and len(made.quantised) > 0
-    repeats = (made is not None) == norms and quantised == (end.quant is not None) and target is total
-    read = operands | extras | scaled
-    if repeated is not None and repeats and repeated[0].in_place(**read):
+    repeats = quantised == (end.quant is not None) and target is total
+    if repeated is not None and repeats and repeated[0].in_place(**operands, **extras):
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made)
-        used = [*recipe.numbers(*operands), wrote, *recipe.numbers(*extras), wrote_sum]
-        used += recipe.numbers("scale_x", "scale_w")
-        workspace.remember(recipe, enqueue, [used + by_quant])
+        used = [*recipe.numbers(*operands), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
+        workspace.remember(recipe, enqueue, [used])
     if target is not total:
         total.copy_(target)
     return made
