@@ -252,45 +252,46 @@ def scaled(op: str, transpose: bool) -> dict[str, Any]:
     return made | {"scale_x": column_major(8, 2), "scale_w": scale(2, 1) if transpose else scale(1, 2)}
 
 
-# Each of another size, so that addresses cannot be mistaken.
+# What calls have besides x and a weight. Each tensor has another size, so that addresses cannot be mistaken.
+MORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "gemm_ar norm": lambda: {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5},
+    "gemm_ar quant": lambda: {"norm_weight": tensor(16), "quant": "tensor"},
+    "gemm_ar fp8 quant": lambda: {"norm_weight": tensor(16), "quant": "group128", "return_norm": True},
+    "all_reduce norm": lambda: {"residual": tensor(8, 64), "norm_weight": tensor(64)},
+    "all_reduce quant": lambda: {"norm_weight": tensor(64), "quant": "row", "ue8m0": True},
+    "all_reduce quant static": lambda: {
+        "norm_weight": tensor(64),
+        "quant": "tensor",
+        "quant_scale": scale(1),
+        "ue8m0": False,
+    },
+    "moe.ag_scatter_gemm": lambda: {
+        "weight": tensor(4, 32, 64),
+        "routing": make_routing(),
+        "activation": "swiglu",
+    },
+    "moe.gemm_gather_rs": lambda: {
+        "x": tensor(32, 16),
+        "weight": tensor(4, 64, 16),
+        "routing": make_routing(),
+    },
+}
+
+
 def arguments(op: str, transpose: bool = False) -> dict[str, Any]:
     """Tensors of a call by the names of its parameters; all different tensors."""
-    if "fp8" in op:
-        made = scaled(op, transpose)
-        if op == "ag_gemm fp8 list":
-            made |= {name: [made[name], made[name].clone()] for name in ("weight", "scale_w")}
-            made |= {"bias": [None, tensor(16)], "return_gathered": True}
-        if op == "gemm_ar fp8 quant":
-            made |= {"norm_weight": tensor(16), "quant": "group128", "return_norm": True}
-        return made
-    weight = tensor(64, 16) if transpose else tensor(16, 64)
-    made: dict[str, Any] = {"x": tensor(8, 64)}
-    if "gemm" in op and "moe" not in op:
-        made |= {"weight": weight, "transpose_weight": transpose}
-    if op == "gemm_ar norm":
-        made |= {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5}
-    if op == "gemm_ar quant":
-        made |= {"norm_weight": tensor(16), "quant": "tensor"}
-    if op.startswith("all_reduce quant"):
-        made |= {"norm_weight": tensor(64), "quant": "row", "ue8m0": True}
-    if op == "all_reduce quant static":
-        made |= {"quant": "tensor", "quant_scale": scale(1), "ue8m0": False}
-    if op == "all_reduce norm":
-        made |= {"residual": tensor(8, 64), "norm_weight": tensor(64)}
-    if op == "ag_gemm list":
-        made |= {
-            "weight": [weight, tensor(*weight.shape)],
-            "bias": [None, tensor(16)],
-            "return_gathered": True,
-        }
-    if op == "moe.route":
+    if op == "moe.route":  # by the kernel only on GPUs
         ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
-        return {"topk_ids": ids, "topk_weights": weights, "num_experts": 4}  # by the kernel only on GPUs
-    if op == "moe.ag_scatter_gemm":
-        made |= {"weight": tensor(4, 32, 64), "routing": make_routing(), "activation": "swiglu"}
-    if op == "moe.gemm_gather_rs":
-        made |= {"x": tensor(32, 16), "weight": tensor(4, 64, 16), "routing": make_routing()}
-    return made
+        return {"topk_ids": ids, "topk_weights": weights, "num_experts": 4}
+    made: dict[str, Any] = scaled(op, transpose) if "fp8" in op else {"x": tensor(8, 64)}
+    if "gemm" in op and "moe" not in op and "fp8" not in op:
+        weight = tensor(64, 16) if transpose else tensor(16, 64)
+        made |= {"weight": weight, "transpose_weight": transpose}
+    if op.endswith("list"):
+        for name in made.keys() & {"weight", "scale_w"}:
+            made[name] = [made[name], made[name].clone()]
+        made |= {"bias": [None, tensor(16)], "return_gathered": True}
+    return made | MORE.get(op, dict)()
 
 
 CALLS: dict[str, Callable[..., Any]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_modes import FeedForward
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -147,15 +148,6 @@ def check(run: Call, x: Tensor, leaves: list[Tensor], shapes: list[Any], value: 
     return ""
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.relu(self.a(x)) * self.b(x))  # type: ignore[no-any-return]
-
-
 def modules(p: int) -> Iterator[tuple[str, Call, Tensor, list[Tensor], tuple[int, ...]]]:
     """Name, call of x, x, parameters, and the shape of the result."""
     mesh = init_device_mesh("cpu", (p,))
@@ -177,7 +169,7 @@ def modules(p: int) -> Iterator[tuple[str, Call, Tensor, list[Tensor], tuple[int
                 plan: Any = {name: FluxColwiseParallel(**of) for name in ("a", "b")}
                 plan = {"": FluxSharedColwiseParallel("a", "b", **of)} if shared else plan
                 plan |= {"c": FluxRowwiseParallel(output_layouts=out)}
-                styled = parallelize_module(FeedForward(), mesh, plan)
+                styled = parallelize_module(FeedForward(8, 4, torch.float32), mesh, plan)
                 rows = shape[0] if out == Shard(0) else shape[0] * p
                 yield f"styles {out} {shared}", styled, x, list(styled.parameters()), (rows, *shape[1:])
 

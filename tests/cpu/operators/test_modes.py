@@ -42,10 +42,10 @@ class Region(NamedTuple):
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(K, 2 * N, dtype=F64), nn.Linear(K, 2 * N, dtype=F64)
-        self.c = nn.Linear(2 * N, K, dtype=F64)
+        self.a, self.b = (nn.Linear(size, inner, dtype=dtype) for _ in range(2))
+        self.c = nn.Linear(inner, size, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.relu(self.a(x)) * self.b(x))  # type: ignore[no-any-return]
@@ -107,7 +107,10 @@ def regions(rank: int, p: int) -> Iterator[tuple[str, Region]]:
             into = {name: FluxColwiseParallel(**of) for name in ("a", "b")}
         out = Shard(1) if shared else Replicate()
         plan = into | {"c": FluxRowwiseParallel(output_layouts=out)}
-        yield f"styles {shared}", of_module(parallelize_module(FeedForward(), mesh, plan), 3, 2, K)
+        yield (
+            f"styles {shared}",
+            of_module(parallelize_module(FeedForward(K, 2 * N, F64), mesh, plan), 3, 2, K),
+        )
 
 
 def step(region: Region, how: Callable[[Run, Tensor], Any], backward: Any = nullcontext) -> list[Tensor]:
