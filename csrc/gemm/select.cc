@@ -144,6 +144,15 @@ double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs) {
   return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes + promote_us;
 }
 
+std::string swap_ab_name(int config, int split, int sharers) {
+  const SwapAbConfig& tile = kSwapAbConfigs[config - kFirstSwapAb];
+  return "swap-ab " + std::to_string(kSwapAbN) + "x" + std::to_string(tile.rows) + "x" +
+         std::to_string(tile.stages) + " split " + std::to_string(split) + (sharers > 1 ? " pair" : "");
+}
+
+namespace {
+
+// Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& p, int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
   const int m_tiles = ceil_div(p.m / p.world_size, kBlockM);
@@ -185,14 +194,6 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   }
   return time_us + kAddUs;
 }
-
-std::string swap_ab_name(int config, int split, int sharers) {
-  const SwapAbConfig& tile = kSwapAbConfigs[config - kFirstSwapAb];
-  return "swap-ab " + std::to_string(kSwapAbN) + "x" + std::to_string(tile.rows) + "x" +
-         std::to_string(tile.stages) + " split " + std::to_string(split) + (sharers > 1 ? " pair" : "");
-}
-
-namespace {
 
 double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, int sharers) {
   const int cluster_size = split * sharers;

@@ -58,9 +58,6 @@ std::string swap_ab_name(int config, int split, int sharers);
 // can (promotes_pairs).
 double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs);
 
-// Modelled time of one candidate, in microseconds.
-double model_time_us(const Problem& problem, int config, Cluster cluster);
-
 Choice select(const Problem& problem, int packed_choice = -1);
 
 }  // namespace flux::gemm

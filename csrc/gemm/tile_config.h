@@ -115,13 +115,10 @@ constexpr int smem_bytes(const TileConfig& c) {
 // With the weight stored as [K, N] a B tile is made of 64-column swizzle panels. wgmma takes fp8 along K only.
 constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0 && !c.is_fp8(); }
 
-// Few fp8 tiles are compiled: those of 64 and 128 columns that promote serve problems with few tiles, also if they may
+// Wider tiles do not split K (docs/design/cost-model.md#split-k). Those of fp8 that promote also serve problems that may
 // be fast (docs/design/fp8.md#instances).
-constexpr bool is_chosen_fp8(const TileConfig& c) { return c.promotes() && c.block_n <= 128; }
-
-// Wider tiles do not split K (docs/design/cost-model.md#split-k).
 constexpr bool supports_split(const TileConfig& c) {
-  return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 160;
+  return c.is_fp8() ? c.promotes() && c.block_n <= 128 : c.block_n <= 160;
 }
 
 // Tiles that are sent to other ranks. The slabs hold a whole tile, or the math warps wait for the link. Narrower tiles

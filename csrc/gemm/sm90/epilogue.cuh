@@ -71,21 +71,17 @@ FLUX_DEVICE void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int 
 
 // --- staging ---
 
-// Shared-memory address at which a 16-byte vector of a row is staged for a TMA store. A panel has kPanelN columns
-// x 64 rows. The vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
-template <int kPanelN>
-FLUX_DEVICE uint32_t staged_vector(uint32_t slab, int row, int vector) {
-  constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
-  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
-  const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
-  return panel + row * kRowBytes + (vector % kPieces ^ swizzle) * 16;
-}
-
+// Stages a chunk for a TMA store. A panel has kPanelN columns x 64 rows. The 16-byte vectors of a row are swizzled, so
+// that neither stmatrix nor TMA has bank conflicts.
 template <int kPanelN>
 FLUX_DEVICE void stage_rows(uint32_t slab, int chunk, int thread, const Fragment& f) {
+  constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane % 16, vector = chunk * (kChunkN / kVector) + lane / 16;
-  ptx::stmatrix_x4(staged_vector<kPanelN>(slab, row, vector), f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
+  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
+  const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
+  ptx::stmatrix_x4(panel + row * kRowBytes + (vector % kPieces ^ swizzle) * 16, f.pair[0], f.pair[1],
+                   f.pair[2], f.pair[3]);
 }
 
 // Stages a chunk in fragment order (policy.h): one 16-byte store a thread, no bank conflicts, contiguous.

@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Launches:
     sizes = (1, sizes[0] * sizes[1], 0) if op == "all_reduce" else sizes
     scaling = Scaling("row", torch.bfloat16) if problem.scales else None
     dtype = torch.float8_e4m3fn if problem.scales else torch.bfloat16
-    planner = partial(WAYS[op, "kernel"], reason="") if op == "gemm_ar" else PLANNERS[op]
+    planner: Any = partial(WAYS[op, "kernel"], reason="") if op == "gemm_ar" else PLANNERS[op]
     given = PlanInput("cuda", *sizes, dtype, world_size=2, num_sms=SMS, scaling=scaling)
     found = Launches(planner(given))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
