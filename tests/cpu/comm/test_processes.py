@@ -392,7 +392,8 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
 
 def test_bad_arguments_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server.client, "open_call", lambda: pytest.fail("a process"))
-    bad = [(arguments, {}, kind, expected) for arguments, kind, expected in BAD_POSITIONS]
+    none: dict[str, Any] = {}
+    bad = [(arguments, none, kind, expected) for arguments, kind, expected in BAD_POSITIONS]
     bad += [((at_module_level, 2), {name: value}, kind, told) for name, value, kind, told in BAD_OPTIONS]
     for arguments, options, kind, expected in bad:
         with pytest.raises(kind, match=f"^spawn: {expected}"):
