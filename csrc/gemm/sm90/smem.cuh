@@ -108,6 +108,7 @@ struct Smem {
   // partial sums of this CTA's share have arrived.
   __device__ uint32_t ring_free() const { return arrived() + 8; }
   __device__ uint32_t parts_full() const { return ring_free() + 8; }
+  // Of no use in these kernels, whose machine code is measured with it.
   __device__ SharesBox shares() const { return {barrier(num_barriers(kTile))}; }
   __device__ uint32_t tile_index(int index) const { return shares().address + kSharesBytes + index * 4; }
   // A flag that is set when a wait timed out: by the storer, or by the loader for both warpgroups.
