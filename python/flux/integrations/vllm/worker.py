@@ -28,8 +28,7 @@ def install() -> None:
     # As long as vLLM itself waits for a step: a rank that was only stopped for a while may go on.
     os.environ.setdefault("FLUX_TIMEOUT_S", str(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
     _follow("compile_or_warm_up_model", _ready)
-    # A step without a result goes on in sample_tokens. One look is enough, of some 6 us.
-    _follow("execute_model", lambda worker, result: None if result is None else _check(worker, result))
+    _follow("execute_model", _check_if_done)
     _follow("sample_tokens", _check)
 
 
@@ -52,6 +51,11 @@ def _ready(worker: Any, result: Any) -> None:
         pass_by(importlib.import_module("vllm.model_executor.parameter").BasevLLMParameter)
     if worker.rank == 0:
         tell(report.line())
+
+
+def _check_if_done(worker: Any, result: Any) -> None:
+    if result is not None:  # else the step goes on in sample_tokens; one look is enough, of some 6 us
+        _check(worker, result)
 
 
 def _check(worker: Any, result: Any) -> None:
