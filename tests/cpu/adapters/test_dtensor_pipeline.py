@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_dtensor_training import HIDDEN, Block
+from test_dtensor_training import HIDDEN, Block, plan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
@@ -20,11 +20,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import flux
-from flux.integrations.dtensor import FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.layers import reduce_replicated_grads
 from flux.testing import spawn
 
@@ -45,14 +44,7 @@ def build(mesh: DeviceMesh, on_flux: bool, stage: int) -> nn.Module:
     """The block of a stage."""
     torch.manual_seed(5 + stage)
     block = Block(mesh["tp"])
-    plan: dict[str, Any] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
-    plan["down"] = RowwiseParallel(output_layouts=Shard(1))
-    if on_flux:
-        plan = {
-            "": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(1)),
-            "down": FluxRowwiseParallel(output_layouts=Shard(1)),
-        }
-    return parallelize_module(block, mesh["tp"], plan)
+    return parallelize_module(block, mesh["tp"], plan(on_flux))
 
 
 def train(mesh: DeviceMesh, schedule: str, on_flux: bool) -> list[dict[str, torch.Tensor]]:

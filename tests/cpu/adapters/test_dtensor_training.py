@@ -43,18 +43,19 @@ class Block(nn.Module):
 Trainee = tuple[nn.Module, torch.optim.Optimizer]
 
 
+def plan(on_flux: bool) -> dict[str, Any]:
+    if on_flux:
+        columns = {"": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(1))}
+        return {**columns, "down": FluxRowwiseParallel(output_layouts=Shard(1))}
+    columns = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
+    return {**columns, "down": RowwiseParallel(output_layouts=Shard(1))}
+
+
 def build(mesh: DeviceMesh, on_flux: bool) -> Trainee:
     torch.manual_seed(2)
     model = nn.Sequential(*(Block(mesh["tp"]) for _ in range(BLOCKS)))
-    plan: dict[str, Any] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
-    plan["down"] = RowwiseParallel(output_layouts=Shard(1))
-    if on_flux:
-        plan = {
-            "": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(1)),
-            "down": FluxRowwiseParallel(output_layouts=Shard(1)),
-        }
     for block in model:
-        parallelize_module(block, mesh["tp"], plan)
+        parallelize_module(block, mesh["tp"], plan(on_flux))
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from vllm_stand_in import define_all_reduce, define_norm, stand_in
 
 from flux.integrations.vllm import graph, smoke_test
@@ -18,21 +18,8 @@ from flux.testing import spawn
 DIFFERS = "its fused_add_rms_norm gives something else"
 
 
-def define_vllms_norm() -> Any:
-    """vLLM's operator, with the results that flux takes for granted."""
-    torch_library: Any = torch.library
-    library = torch_library.Library("vllm_ir", "FRAGMENT")
-    library.define(
-        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
-        " int? variance_size=None) -> (Tensor, Tensor)"
-    )
-
-    def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any = None) -> Any:
-        total = x + residual
-        return row_norm(total, weight, eps), total.clone()
-
-    library.impl("fused_add_rms_norm", add_norm, "CompositeExplicitAutograd")
-    return library
+# With the results that flux takes for granted.
+define_vllms_norm = partial(define_norm, row_norm)
 
 
 def failure(rank: int, world_size: int, *defined: Callable[[], Any]) -> str | None:

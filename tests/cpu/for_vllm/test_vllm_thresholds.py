@@ -26,6 +26,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4096, 2048, 2)
 
 
+@pytest.fixture(autouse=True)
+def without_settings(monkeypatch: MonkeyPatch) -> None:
+    for name in ("MIN_TOKENS", "TUNING", "SEQUENCE"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+
+
 def rows(*speedups: float, ranks: int = 2, n: int = 4096, k: int = 2048) -> list[Row]:
     """Measurements of 1, 16, 256, … rows."""
     return [Row(ranks, n, k, 16**i, speedup) for i, speedup in enumerate(speedups)]
@@ -87,8 +93,6 @@ def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     path = written(tmp_path / "all.json", *of_fp8, {**common, "dtype": "bfloat16"})
     assert [row.scales for row in thresholds.measured_in(path)[1].rows] == ["row", "block", ""]
     path = written(tmp_path / "tuning.json", of_fp8[0])
-    for name in ("MIN_TOKENS", "SEQUENCE"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     row, block = Layer(*SHAPE, scales="row"), Layer(*SHAPE, scales="block")
     assert not ranges_on(CPU, row).any
     monkeypatch.setenv("FLUX_VLLM_TUNING", str(path))
@@ -244,9 +248,7 @@ def on(machine: Machine) -> Iterator[None]:
     thresholds._measured.cache_clear()
 
 
-def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
-    for name in ("MIN_TOKENS", "TUNING"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+def test_what_is_shipped_is_for_one_kind_of_gpu(caplog: LogCaptureFixture) -> None:
     ((shipped, _),) = files.of_vllm()
     for same in (shipped, H200, replace(H200, memory_gb_per_s=4800.0), replace(H200, link_gb_per_s=None)):
         with on(same):
@@ -279,7 +281,6 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: MonkeyPatch, caplog
 def test_a_result_of_another_machine_is_not_used(
     monkeypatch: MonkeyPatch, tmp_path: Path, caplog: LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
     times = {"flux": {"median_ms": 1.0, "role": "flux"}, "a": {"median_ms": 1.5, "role": "serial"}}
     row = {"op": "gemm_ar", "tp": 2, "local": [8, 4096, 2048], "times": times, "dtype": "bfloat16"}
     told = {"device": "cuda", "arch": "sm_90", "sms": 132}
@@ -294,7 +295,6 @@ def test_a_result_of_another_machine_is_not_used(
 
 
 def test_the_users_own_measurement(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
 
     def row(op: str, m: int, flux: float, **others: tuple[str, float]) -> dict[str, Any]:
         times = {name: {"role": role, "median_ms": ms} for name, (role, ms) in others.items()}
@@ -320,7 +320,6 @@ def test_the_users_own_measurement(monkeypatch: MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_a_file_of_another_kind(monkeypatch: MonkeyPatch, tmp_path: Path, caplog: LogCaptureFixture) -> None:
-    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
     for text in ("no json", "{}", "[]"):
         file = tmp_path / f"{len(text)}.json"
         file.write_text(text)
@@ -330,10 +329,7 @@ def test_a_file_of_another_kind(monkeypatch: MonkeyPatch, tmp_path: Path, caplog
         assert f"FLUX_VLLM_TUNING: result of flux bench {file}: expected" in line and "not used" in line
 
 
-def test_sequence_parallel_from(monkeypatch: MonkeyPatch) -> None:
-    for name in ("SEQUENCE", "TUNING"):
-        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-
+def test_sequence_parallel_from() -> None:
     def begins(n: int, ranks: int, **more: Any) -> int | None:
         return ranges_on(GPU, Layer(n, 2048, ranks, **more)).sequence
 
