@@ -175,10 +175,10 @@ def test_no_row_of_moe_gemm_ar_and_ag_gemm_is_slower_than_unfused(facts: tuple[F
 
 
 def test_a_wrong_choice_is_seen() -> None:
-    fact = Fact("gemm_ar", 2, 2, 16, 4096, 2048, {"kernel": 10.0, "torch": 5.0})
+    fact = Fact("gemm_ar", 2, 2, 16, 4096, 2048, {"parts": 10.0, "torch": 5.0})
     (held,) = hold([fact], lambda _: NO_FACTS)
-    assert (held.way, held.best, held.regret) == ("kernel", "torch", 2.0)
+    assert (held.way, held.best, held.regret) == ("parts", "torch", 2.0)
     (held,) = hold([fact], lambda _: Tuning((fact,)))
     assert (held.way, held.regret) == ("torch", 1.0)
-    slower = replace(fact, us={"kernel": 10.0, "torch": 9.9})
-    assert chosen(slower, Tuning((slower,))) == "kernel"  # within the margin
+    slower = replace(fact, us={"parts": 10.0, "torch": 9.9})
+    assert chosen(slower, Tuning((slower,))) == "parts"  # within the margin
