@@ -4,12 +4,14 @@ world size.
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux.testing import spawn
 
@@ -75,7 +77,7 @@ def run_all(
     return answers
 
 
-Scenario = Callable[[int, int], None]
+Scenario = Callable[[int, int], Any]
 
 
 def by_name(*scenarios: Function) -> dict[str, Function]:
@@ -83,12 +85,11 @@ def by_name(*scenarios: Function) -> dict[str, Function]:
 
 
 def run_scenarios(scenarios: Mapping[str, Scenario], rank: int, world_size: int) -> dict[str, str]:
-    """The traceback of each scenario that fails on a rank, by name; of the others nothing."""
+    """What each scenario says on a rank, by name, such as the traceback of one that fails; or nothing."""
     answers = {}
     for name, scenario in asked(scenarios, world_size).items():
         try:
-            scenario(rank, world_size)
-            answers[name] = ""
+            answers[name] = scenario(rank, world_size) or ""
         except (Exception, pytest.fail.Exception):
             answers[name] = traceback.format_exc()
     return answers
@@ -111,6 +112,34 @@ class Answers:
         if world_size not in self._told:
             self._told[world_size] = spawn(self._run, world_size, backend="gloo", timeout_s=self._timeout_s)
         return [answers[name] for answers in self._told[world_size]]
+
+
+def scenario_test(
+    world_sizes: Sequence[int], *scenarios: Scenario, timeout_s: float = 120
+) -> Callable[[int, str], None]:
+    """A test of each scenario with each number of ranks: none of them may fail, or return what is wrong."""
+    named = by_name(*scenarios)
+    answers = Answers(functools.partial(run_scenarios, named), timeout_s)
+
+    @pytest.mark.parametrize(("world_size", "scenario"), questions(world_sizes, named))
+    def test(world_size: int, scenario: str) -> None:
+        told = answers.of(world_size, scenario)
+        assert told == [""] * world_size, "\n".join(told)
+
+    return test
+
+
+class Calls(TorchDispatchMode):
+    """Names of flux's operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flux":
+            self.names.append(func._schema.name.removeprefix("flux::"))
+        return func(*args, **(kwargs or {}))
 
 
 def opcheck(op: Any, arguments: tuple[Any, ...]) -> None:

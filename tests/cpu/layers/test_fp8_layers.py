@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, run_scenarios
+from cases import scenario_test
 from torch import nn
 
 import flux
@@ -101,18 +101,4 @@ def bad_options(rank: int, p: int) -> None:
         layer(torch.ones(p, 128, dtype=torch.float64))
 
 
-SCENARIOS = by_name(near_32_bits, forward_is_the_operators, bad_options)
-
-
-def run(rank: int, p: int) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, p)
-
-
-answers = Answers(run, timeout_s=300)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fp8_layers(world_size: int, scenario: str) -> None:
-    told = answers.of(world_size, scenario)
-    assert told == [""] * world_size, "\n".join(told)
+test_fp8_layers = scenario_test([1, 2], near_32_bits, forward_is_the_operators, bad_options, timeout_s=300)

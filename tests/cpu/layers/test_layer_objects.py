@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, run_scenarios
+from cases import scenario_test
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,13 +29,14 @@ from flux.layers import (
     reduce_replicated_grads,
     row_linear,
 )
+from flux.moe import MoEMLP
 
-HIDDEN, FFN = 8, 24
+HIDDEN, FFN, EXPERTS = 8, 24, 4
 F64 = torch.float64
 
 
 class Model(nn.Module):
-    """Every layer of flux.layers."""
+    """Every layer of flux.layers, and one of experts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -44,23 +45,18 @@ class Model(nn.Module):
         self.mlp = ParallelMLP(HIDDEN, FFN, bias=True, dtype=F64, **options)
         self.up = ColumnParallelLinear(HIDDEN, FFN, dtype=F64, **options)
         self.down = RowParallelLinear(FFN, HIDDEN, dtype=F64, **options)
+        self.experts = MoEMLP(HIDDEN, FFN, EXPERTS, dtype=F64, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.mlp(self.norm(x))
-        return x + self.down(self.up(x).relu())
+        x = x + self.down(self.up(x).relu())
+        ids = torch.arange(2 * len(x)).view(-1, 2) % EXPERTS
+        return x + self.experts(x, ids, torch.ones(ids.shape))
 
 
 def whole_state(seed: int) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    shapes = {"norm.weight": (HIDDEN,)}
-    for name in ("mlp.gate_proj", "mlp.up_proj", "up"):
-        shapes |= {f"{name}.weight": (FFN, HIDDEN), f"{name}.bias": (FFN,)}
-    for name in ("mlp.down_proj", "down"):
-        shapes |= {f"{name}.weight": (HIDDEN, FFN), f"{name}.bias": (HIDDEN,)}
-    return {
-        name: torch.randint(-2, 3, shape, generator=g, dtype=torch.int64).double()
-        for name, shape in shapes.items()
-    }
+    g, parameters = torch.Generator().manual_seed(seed), Model(device="meta").state_dict()
+    return {n: torch.randint(-2, 3, value.shape, generator=g).double() for n, value in parameters.items()}
 
 
 def same_parameters(a: nn.Module, b: nn.Module) -> bool:
@@ -145,7 +141,7 @@ def assigned(rank: int, p: int) -> None:
     assert model.norm.weight.sequence_parallel is True
     assert summed(model.norm, model, rank, p)
     if p > 1:
-        storages = {t.untyped_storage().data_ptr() for t in whole.values() if t.dim() == 2}
+        storages = {t.untyped_storage().data_ptr() for t in whole.values() if t.dim() > 1}
         kept = [n for n, q in model.named_parameters() if local(q).untyped_storage().data_ptr() in storages]
         assert kept == [], "slices would keep the whole tensors alive"
 
@@ -274,188 +270,126 @@ def mixed_biases(rank: int, p: int) -> None:
             assert len(nothing) == 2
 
 
-def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def wrong_calls(p: int) -> dict[type[Exception], list[tuple[str, Callable[[], Any]]]]:
     x, w, b = torch.ones(4, 6), torch.ones(3, 6), torch.ones(3)
-    return [
-        (
-            lambda: column_linear(x, [w, w], [b]),
-            ValueError,
-            "column_linear: bias: expected 2 entries, one for each weight, got 1",
-        ),
-        (
-            lambda: column_linear(x, [w, w], [b], sequence_parallel=False),
-            ValueError,
-            "column_linear: bias: expected 2 entries, one for each weight, got 1",
-        ),
-        (
-            lambda: column_linear(x, [w], [b, b], sequence_parallel=False),
-            ValueError,
-            "column_linear: bias: expected 1 entries, one for each weight, got 2",
-        ),
-        (
-            lambda: column_linear(x, [w], [None, None]),
-            ValueError,
-            "column_linear: bias: expected 1 entries, one for each weight, got 2",
-        ),
-        (lambda: column_linear(x, [w], []), ValueError, "bias: expected 1 entries.*got 0"),
-        (lambda: column_linear(x, w, [b]), TypeError, "column_linear: bias: expected a tensor, got list"),
-        (lambda: column_linear(x, [w], b), TypeError, "column_linear: bias: expected a list, .* got Tensor"),
-        (lambda: column_linear(x, []), ValueError, "column_linear: weight: expected at least one weight"),
-        (lambda: column_linear(x, [w, None]), TypeError, r"weight\[1\]: expected a tensor, got NoneType"),
-        (
-            lambda: column_linear(x, [w], [1.5]),
-            TypeError,
-            r"bias\[0\]: expected a tensor, got float",
-        ),
-        (lambda: column_linear([1.0], [w]), TypeError, "column_linear: x: expected a tensor, got list"),
-        (
-            lambda: column_linear(x, [w, torch.ones(3, 5)], sequence_parallel=False),
-            ValueError,
-            r"column_linear: weight\[1\]: expected \[n, k\] with k = 6, .* got shape \[3, 5\]",
-        ),
-        (
-            lambda: column_linear(x, [w, w], [b, torch.ones(1)], sequence_parallel=False),
-            ValueError,
-            r"column_linear: bias\[1\]: expected shape \[3\], one entry for each column, got shape \[1\]",
-        ),
-        (
-            lambda: column_linear(x.long(), [w]),
-            ValueError,
-            "column_linear: x: expected dtype .* got torch.int64",
-        ),
-        (lambda: column_linear(x, [w.half()]), ValueError, "column_linear: weight: .* got torch.float16"),
-        (
-            lambda: column_linear(x, [w], sequence_parallel="no"),
-            TypeError,
-            "sequence_parallel: .* got str 'no'",
-        ),
-        (
-            lambda: column_linear(x, [w], save_gathered=1),
-            TypeError,
-            "save_gathered: expected True, False or 'auto'",
-        ),
-        (lambda: column_linear(x, [w], group=3), TypeError, "column_linear: group: .* got int"),
-        (lambda: row_linear(x, [w]), TypeError, "row_linear: weight: expected a tensor, got list"),
-        (
-            lambda: row_linear(x, w, True),
-            TypeError,
-            "row_linear: bias: expected a tensor or None, got bool True",
-        ),
-        (
-            lambda: row_linear(x, w, torch.ones(3 * p + 1), sequence_parallel=False),
-            ValueError,
-            r"row_linear: bias: expected shape \[3\], .* got",
-        ),
-        (lambda: row_linear(x, w, sequence_parallel=None), TypeError, "sequence_parallel: .* got NoneType"),
-        (
-            lambda: row_linear(x, w, gradient_accumulation_fusion=0),
-            TypeError,
-            "row_linear: gradient_accumulation_fusion: expected True or False, got int 0",
-        ),
-        (
-            lambda: row_linear(x, w, group="?"),
-            ValueError,
-            "row_linear: group: expected the name of a process",
-        ),
-        (
-            lambda: reduce_replicated_grads([w]),
-            TypeError,
-            "reduce_replicated_grads: module: expected a torch.nn.Module, got list",
-        ),
-        (lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w), TypeError, "group: .* got Tensor"),
-        (lambda: clip_grad_norm_(3, 1.0), TypeError, "clip_grad_norm_: parameters: expected .* got int 3"),
-        (lambda: clip_grad_norm_([w, "w"], 1.0), TypeError, "parameters: expected tensors, got str 'w'"),
-        (lambda: ColumnParallelLinear(8, 2**63), ValueError, "out_features: expected an integer of 64 bits"),
-        (lambda: ColumnParallelLinear(8, 8, device=2**63), ValueError, "device: expected a torch.device"),
-        (
-            lambda: ColumnParallelLinear(-8, 24),
-            ValueError,
-            "ColumnParallelLinear: in_features: expected an integer of at least 0, got -8",
-        ),
-        (
-            lambda: RowParallelLinear(24.0, 8),
-            TypeError,
-            "RowParallelLinear: in_features: expected an integer, got float 24.0",
-        ),
-        (
-            lambda: ColumnParallelLinear(8, True),
-            TypeError,
-            "out_features: expected an integer, got bool True",
-        ),
-        (lambda: ColumnParallelLinear(8, "24"), TypeError, "out_features: expected an integer, got str '24'"),
-        (
-            lambda: ColumnParallelLinear(8, 24, dtype=torch.int8),
-            ValueError,
-            "ColumnParallelLinear: dtype: expected bfloat16, float16, float32 or float64, got torch.int8",
-        ),
-        (lambda: RowParallelLinear(24, 8, dtype="bfloat16"), TypeError, "dtype: .* got str 'bfloat16'"),
-        (
-            lambda: RowParallelLinear(24, 8, device="gpu"),
-            ValueError,
-            "RowParallelLinear: device: .* got 'gpu'",
-        ),
-        (
-            lambda: RowParallelLinear(24, 8, device=1.0),
-            TypeError,
-            "RowParallelLinear: device: .* got float 1.0",
-        ),
-        (lambda: RowParallelLinear(24, 8, None), TypeError, "RowParallelLinear: bias: .* got NoneType"),
-        (
-            lambda: RowParallelLinear(24, 8, init=0.02),
-            TypeError,
-            "init: expected a function or None, got float",
-        ),
-        (
-            lambda: RowParallelLinear(24, 8, init=torch.randn_like),
-            ValueError,
-            "RowParallelLinear: init: expected a function that fills a tensor in place, got one that returns",
-        ),
-        (lambda: RowParallelLinear(24, 8, group=1), TypeError, "RowParallelLinear: group: .* got int"),
-        (
-            lambda: ColumnParallelLinear(8, 24, save_gathered=None),
-            TypeError,
-            "save_gathered: .* got NoneType",
-        ),
-        (lambda: ColumnParallelLinear(8, 24, gather=True), TypeError, "unexpected keyword argument 'gather'"),
-        (
-            lambda: ParallelMLP(8, 24 * p + 1) if p > 1 else ParallelMLP(8, -1),
-            ValueError,
-            "ParallelMLP: ffn_size: expected (a multiple of the|an integer of at least 0)",
-        ),
-        (
-            lambda: ParallelMLP(8.5, 24),
-            TypeError,
-            "ParallelMLP: hidden_size: expected an integer, got float 8.5",
-        ),
-        (lambda: ParallelMLP(8, 24, activation=None), ValueError, "ParallelMLP: activation: .* got None"),
-        (lambda: ParallelMLP(8, 24, init="normal"), TypeError, "ParallelMLP: init: .* got str 'normal'"),
-        (
-            lambda: ParallelMLP(8, 24, save_gathered="x"),
-            ValueError,
-            "ParallelMLP: save_gathered: expected True, False or 'auto', got 'x'",
-        ),
-        (lambda: ParallelMLP(8, 24, seqence_parallel=True), TypeError, "unexpected keyword argument"),
-        (lambda: ParallelMLP(8, 24, group=w), TypeError, "ParallelMLP: group: .* got Tensor"),
-        (lambda: RMSNorm(0), ValueError, "RMSNorm: hidden_size: expected an integer of at least 1, got 0"),
-        (lambda: RMSNorm([8]), TypeError, "RMSNorm: hidden_size: expected an integer, got list"),
-        (
-            lambda: RMSNorm(8, -1e-6),
-            ValueError,
-            "RMSNorm: eps: expected a number that is not negative, got -1e-06",
-        ),
-        (lambda: RMSNorm(8, float("nan")), ValueError, "RMSNorm: eps: .* got nan"),
-        (lambda: RMSNorm(8, "1e-6"), TypeError, "RMSNorm: eps: expected a number or None, got str '1e-6'"),
-        (lambda: RMSNorm(8, sequence_parallel=1), TypeError, "RMSNorm: sequence_parallel: .* got int 1"),
-        (lambda: RMSNorm(8, dtype=torch.complex64), ValueError, "RMSNorm: dtype: .* got torch.complex64"),
-    ]
+    return {
+        ValueError: [
+            (
+                "column_linear: bias: expected 2 entries, one for each weight, got 1",
+                lambda: column_linear(x, [w, w], [b]),
+            ),
+            (
+                "column_linear: bias: expected 2 entries, one for each weight, got 1",
+                lambda: column_linear(x, [w, w], [b], sequence_parallel=False),
+            ),
+            (
+                "column_linear: bias: expected 1 entries, one for each weight, got 2",
+                lambda: column_linear(x, [w], [b, b], sequence_parallel=False),
+            ),
+            (
+                "column_linear: bias: expected 1 entries, one for each weight, got 2",
+                lambda: column_linear(x, [w], [None, None]),
+            ),
+            ("bias: expected 1 entries.*got 0", lambda: column_linear(x, [w], [])),
+            ("column_linear: weight: expected at least one weight", lambda: column_linear(x, [])),
+            (
+                r"column_linear: weight\[1\]: expected \[n, k\] with k = 6, .* got shape \[3, 5\]",
+                lambda: column_linear(x, [w, torch.ones(3, 5)], sequence_parallel=False),
+            ),
+            (
+                r"column_linear: bias\[1\]: expected shape \[3\], one entry for each column, got shape \[1\]",
+                lambda: column_linear(x, [w, w], [b, torch.ones(1)], sequence_parallel=False),
+            ),
+            ("column_linear: x: expected dtype .* got torch.int64", lambda: column_linear(x.long(), [w])),
+            ("column_linear: weight: .* got torch.float16", lambda: column_linear(x, [w.half()])),
+            (
+                r"row_linear: bias: expected shape \[3\], .* got",
+                lambda: row_linear(x, w, torch.ones(3 * p + 1), sequence_parallel=False),
+            ),
+            ("row_linear: group: expected the name of a process", lambda: row_linear(x, w, group="?")),
+            (
+                "ColumnParallelLinear: in_features: expected an integer of at least 0, got -8",
+                lambda: ColumnParallelLinear(-8, 24),
+            ),
+            (
+                "ColumnParallelLinear: dtype: expected bfloat16, float16, float32 or float64, got torch.int8",
+                lambda: ColumnParallelLinear(8, 24, dtype=torch.int8),
+            ),
+            ("RowParallelLinear: device: .* got 'gpu'", lambda: RowParallelLinear(24, 8, device="gpu")),
+            (
+                "RowParallelLinear: init: expected a function that fills a tensor in place, got one that",
+                lambda: RowParallelLinear(24, 8, init=torch.randn_like),
+            ),
+            (
+                "ParallelMLP: ffn_size: expected (a multiple of the|an integer of at least 0)",
+                lambda: ParallelMLP(8, 24 * p + 1) if p > 1 else ParallelMLP(8, -1),
+            ),
+            ("ParallelMLP: activation: .* got None", lambda: ParallelMLP(8, 24, activation=None)),
+            (
+                "ParallelMLP: save_gathered: expected True, False or 'auto', got 'x'",
+                lambda: ParallelMLP(8, 24, save_gathered="x"),
+            ),
+            ("RMSNorm: hidden_size: expected an integer of at least 1, got 0", lambda: RMSNorm(0)),
+            ("RMSNorm: eps: expected a number that is not negative, got -1e-06", lambda: RMSNorm(8, -1e-6)),
+            ("RMSNorm: eps: .* got nan", lambda: RMSNorm(8, float("nan"))),
+            ("out_features: expected an integer of 64 bits", lambda: ColumnParallelLinear(8, 2**63)),
+            ("device: expected a torch.device", lambda: ColumnParallelLinear(8, 8, device=2**63)),
+            ("RMSNorm: dtype: .* got torch.complex64", lambda: RMSNorm(8, dtype=torch.complex64)),
+        ],
+        TypeError: [
+            ("column_linear: bias: expected a tensor, got list", lambda: column_linear(x, w, [b])),
+            ("column_linear: bias: expected a list, .* got Tensor", lambda: column_linear(x, [w], b)),
+            (r"weight\[1\]: expected a tensor, got NoneType", lambda: column_linear(x, [w, None])),
+            (r"bias\[0\]: expected a tensor, got float", lambda: column_linear(x, [w], [1.5])),
+            ("column_linear: x: expected a tensor, got list", lambda: column_linear([1.0], [w])),
+            ("sequence_parallel: .* got str 'no'", lambda: column_linear(x, [w], sequence_parallel="no")),
+            ("save_gathered: expected True, False or 'auto'", lambda: column_linear(x, [w], save_gathered=1)),
+            ("column_linear: group: .* got int", lambda: column_linear(x, [w], group=3)),
+            ("row_linear: weight: expected a tensor, got list", lambda: row_linear(x, [w])),
+            ("row_linear: bias: expected a tensor or None, got bool True", lambda: row_linear(x, w, True)),
+            ("sequence_parallel: .* got NoneType", lambda: row_linear(x, w, sequence_parallel=None)),
+            (
+                "row_linear: gradient_accumulation_fusion: expected True or False, got int 0",
+                lambda: row_linear(x, w, gradient_accumulation_fusion=0),
+            ),
+            (
+                "reduce_replicated_grads: module: expected a torch.nn.Module, got list",
+                lambda: reduce_replicated_grads([w]),
+            ),
+            ("clip_grad_norm_: parameters: expected .* got int 3", lambda: clip_grad_norm_(3, 1.0)),
+            ("parameters: expected tensors, got str 'w'", lambda: clip_grad_norm_([w, "w"], 1.0)),
+            ("group: .* got Tensor", lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w)),
+            (
+                "RowParallelLinear: in_features: expected an integer, got float 24.0",
+                lambda: RowParallelLinear(24.0, 8),
+            ),
+            ("out_features: expected an integer, got bool True", lambda: ColumnParallelLinear(8, True)),
+            ("out_features: expected an integer, got str '24'", lambda: ColumnParallelLinear(8, "24")),
+            ("dtype: .* got str 'bfloat16'", lambda: RowParallelLinear(24, 8, dtype="bfloat16")),
+            ("RowParallelLinear: device: .* got float 1.0", lambda: RowParallelLinear(24, 8, device=1.0)),
+            ("RowParallelLinear: bias: .* got NoneType", lambda: RowParallelLinear(24, 8, None)),
+            ("init: expected a function or None, got float", lambda: RowParallelLinear(24, 8, init=0.02)),
+            ("RowParallelLinear: group: .* got int", lambda: RowParallelLinear(24, 8, group=1)),
+            ("save_gathered: .* got NoneType", lambda: ColumnParallelLinear(8, 24, save_gathered=None)),
+            ("unexpected keyword argument 'gather'", lambda: ColumnParallelLinear(8, 24, gather=True)),
+            ("ParallelMLP: hidden_size: expected an integer, got float 8.5", lambda: ParallelMLP(8.5, 24)),
+            ("ParallelMLP: init: .* got str 'normal'", lambda: ParallelMLP(8, 24, init="normal")),
+            ("unexpected keyword argument", lambda: ParallelMLP(8, 24, seqence_parallel=True)),
+            ("ParallelMLP: group: .* got Tensor", lambda: ParallelMLP(8, 24, group=w)),
+            ("RMSNorm: hidden_size: expected an integer, got list", lambda: RMSNorm([8])),
+            ("RMSNorm: eps: expected a number or None, got str '1e-6'", lambda: RMSNorm(8, "1e-6")),
+            ("RMSNorm: sequence_parallel: .* got int 1", lambda: RMSNorm(8, sequence_parallel=1)),
+        ],
+    }
 
 
 def refused(rank: int, p: int) -> None:
     """One rank alone is told: whatever it exchanged with the others before would take its timeout."""
     if rank == 0:
-        for call, kind, message in wrong_calls(p):
-            with pytest.raises(kind, match=message):
-                call()
+        for kind, calls in wrong_calls(p).items():
+            for message, call in calls:
+                with pytest.raises(kind, match=message):
+                    call()
         if p > 1:
             message = (
                 f"row_linear: x: expected dimension 0 divisible by the {p} ranks of the group, got shape"
@@ -475,28 +409,8 @@ def initialised_in_place(rank: int, p: int) -> None:
         assert bool((RowParallelLinear(2 * p, 3, init=init).weight == 1).all())
 
 
-SCENARIOS = by_name(
-    copies,
-    built_without_memory,
-    assigned,
-    norms_of_ranks,
-    marked_modules,
-    without_partners,
-    norms_under_fsdp,
-    mixed_biases,
-    refused,
-    initialised_in_place,
+_SCENARIOS = (
+    *(copies, built_without_memory, assigned, norms_of_ranks, marked_modules, without_partners),
+    *(norms_under_fsdp, mixed_biases, refused, initialised_in_place),
 )
-
-
-def work(rank: int, world_size: int) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, world_size)
-
-
-_ANSWERS = Answers(work)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_layers_as_objects(world_size: int, name: str) -> None:
-    assert _ANSWERS.of(world_size, name) == [""] * world_size
+test_layers_as_objects = scenario_test([1, 2, 3], *_SCENARIOS)

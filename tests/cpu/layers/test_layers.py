@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import asked, asked_of_one_and_of_several, by_name, questions
+from cases import Calls, asked_of_one_and_of_several, scenario_test
 from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,19 +152,6 @@ def compiled(rank: int, p: int) -> None:
             torch.testing.assert_close(local(weight.main_grad if fusion else weight.grad), expected)
             of_norm = block.norm.weight.grad.full_tensor()  # sums what is Partial
             torch.testing.assert_close(of_norm, plain.norm.weight.grad)
-
-
-class Calls(TorchDispatchMode):
-    """Names of flux's operators, as they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flux":
-            self.names.append(func._schema.name.removeprefix("flux::"))
-        return func(*args, **(kwargs or {}))
 
 
 def what_travels(rank: int, p: int) -> None:
@@ -317,24 +304,6 @@ def changed_in_place(rank: int, p: int) -> None:
             assert x.grad is not None and x.grad.any()
 
 
-def state(rank: int, p: int) -> None:
-    for plain, block, _ in models(rank, p):
-        whole = plain.state_dict()
-        own_state = block.state_dict()
-        assert own_state.keys() == whole.keys()
-        for name, value in own_state.items():
-            assert value.shape == whole[name].shape and torch.equal(
-                local(value), own(name, whole[name], rank, p)
-            ), name
-        again = Block(
-            "swiglu" if "mlp.gate_proj.weight" in whole else "gelu", "mlp.up_proj.bias" in whole, True
-        )
-        again.load_state_dict(own_state)
-        assert all(torch.equal(local(v), local(own_state[name])) for name, v in again.state_dict().items())
-        with pytest.raises(RuntimeError, match="size mismatch"):
-            again.load_state_dict({**whole, "mlp.up_proj.weight": torch.zeros(FFN * 7, HIDDEN)})
-
-
 def frozen(rank: int, p: int) -> None:
     for plain, block, sequence_parallel in models(rank, p):
         for weight in (block.mlp.up_proj.weight, block.mlp.down_proj.weight):
@@ -365,20 +334,11 @@ def arguments(rank: int, p: int) -> None:
     )
 
 
-SCENARIOS = by_name(
-    gradients,
-    recomputation,
-    compiled,
-    what_travels,
-    nothing_is_copied,
-    accumulation,
-    deferred,
-    main_grad_of_16_bits,
-    changed_in_place,
-    state,
-    frozen,
-    arguments,
+_SCENARIOS = (
+    *(gradients, recomputation, compiled, what_travels, nothing_is_copied, accumulation, deferred),
+    *(main_grad_of_16_bits, changed_in_place, frozen, arguments),
 )
+test_layers = scenario_test(WORLD_SIZES, *_SCENARIOS, timeout_s=300)
 
 
 def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -389,33 +349,11 @@ def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tenso
     return [local(t).clone() for t in (*mlp.parameters(), row.weight)], torch.rand(3)
 
 
-def run_everything(rank: int, world_size: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {"initial": initial(rank, world_size)}
-    for name, scenario in asked(SCENARIOS, world_size).items():
-        scenario(rank, world_size)
-        answers[name] = True
-    return answers
-
-
-_answers: dict[int, list[dict[str, Any]]] = {}
-
-
-def answers(world_size: int) -> list[dict[str, Any]]:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=300)
-    return _answers[world_size]
-
-
-@pytest.mark.parametrize(("world_size", "name"), questions(WORLD_SIZES, SCENARIOS))
-def test_layers(world_size: int, name: str) -> None:
-    assert all(answer[name] for answer in answers(world_size))
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_every_world_size_starts_from_the_same_model(world_size: int) -> None:
-    (whole, after), *_ = [answer["initial"] for answer in answers(1)]
+    ((whole, after),) = spawn(initial, 1, backend="gloo")
     assert whole[0].abs().max() <= HIDDEN**-0.5 and whole[0].std() > 0.1  # as nn.Linear draws
-    parts = [answer["initial"] for answer in answers(world_size)]
+    parts = spawn(initial, world_size, backend="gloo")
     for i, tensor in enumerate(whole):
         slices = [rank_parts[i] for rank_parts, _ in parts]
         axis = next((d for d in range(tensor.dim()) if slices[0].shape[d] != tensor.shape[d]), None)

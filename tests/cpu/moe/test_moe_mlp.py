@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_at, by_name, questions, run_scenarios
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from cases import asked_at, scenario_test
 
 from flux._sharded import local
 from flux.moe import MoEMLP, reference
@@ -26,7 +21,7 @@ F64 = torch.float64
 def layouts(p: int) -> Iterator[tuple[int, str | None]]:
     for ep_size in (1, 2, 4):
         if p % ep_size == 0:
-            yield from ((ep_size, activation) for activation in ("swiglu", "gelu", None))
+            yield from ((ep_size, activation) for activation in ("swiglu", "silu", "gelu", None))
 
 
 def make(ep_size: int, activation: str | None, **options: Any) -> MoEMLP:
@@ -49,15 +44,20 @@ def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def whole_checkpoints(rank: int, p: int) -> None:
-    """A layer that has loaded the whole weights computes what one rank with all experts computes."""
-    x, ids, weights = tokens(rank)
+    """A layer that has loaded the whole weights computes what one rank with all experts computes, with any
+    number of tokens on each rank, and the same bits again.
+    """
+    arguments = [each[: 5 - rank] for each in tokens(rank)]
+    x, ids, weights = (each[None] for each in arguments)
     for ep_size, activation in layouts(p):
         whole = whole_state(activation)
-        expected = reference.moe_mlp(x, ids, weights, whole["w1"], whole["w2"], activation)
-        layer = make(ep_size, activation)
+        expected = reference.moe_mlp(*arguments, whole["w1"], whole["w2"], activation)[None]
+        layer = make(ep_size, activation, max_tokens=5)
         assert torch.allclose(layer(x, ids, weights), expected, atol=1e-12) is False
         layer.load_state_dict(whole)
-        torch.testing.assert_close(layer(x, ids, weights), expected, rtol=1e-9, atol=1e-9)
+        result = layer(x, ids, weights)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+        assert torch.equal(layer(x, ids, weights), result)
         own = {name: value.clone() for name, value in layer.state_dict().items()}
         gates = (2,) if activation == "swiglu" else ()
         parts, tp = 1 + len(gates), p // ep_size
@@ -74,45 +74,6 @@ def whole_checkpoints(rank: int, p: int) -> None:
                 assert local(other.w1).is_contiguous() and local(other.w2).is_contiguous()
         with pytest.raises(RuntimeError, match="size mismatch for w1"):
             layer.load_state_dict({**whole, "w1": torch.zeros(E, 3 * parts * WIDE, H)})
-
-
-def copies(rank: int, p: int) -> None:
-    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
-    arguments = tokens(rank)
-
-    def saved(model: nn.Module) -> nn.Module:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    for group in (None, dist.group.WORLD, mesh, dist.group.WORLD.group_name):
-        layer = make(1, "swiglu", group=group)
-        expected = layer(*arguments)
-        for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved):
-            other = duplicate(layer)
-            assert torch.equal(other(*arguments), expected)
-            assert repr(other) == repr(layer)
-            other.load_state_dict(whole_state("swiglu", 1))
-            assert not torch.equal(local(other.w1), local(layer.w1))
-            layer_again = copy.deepcopy(layer)
-            layer_again.load_state_dict(whole_state("swiglu", 1))
-            assert torch.equal(local(other.w1), local(layer_again.w1))
-            assert torch.equal(local(other.w2), local(layer_again.w2))
-
-
-def built_without_memory(rank: int, p: int) -> None:
-    for ep_size, activation in layouts(p):
-        torch.manual_seed(9)
-        expected = make(ep_size, activation)
-        layer = make(ep_size, activation, device="meta")
-        assert layer.w1.is_meta and layer.w2.is_meta
-        layer.reset_parameters()  # nothing to do yet
-        layer.to_empty(device="cpu")
-        torch.manual_seed(9)
-        layer.reset_parameters()
-        assert torch.equal(local(layer.w1), local(expected.w1))
-        assert torch.equal(local(layer.w2), local(expected.w2))
 
 
 def represented(rank: int, p: int) -> None:
@@ -146,46 +107,43 @@ def compiled(rank: int, p: int) -> None:
     torch.testing.assert_close(function(*arguments), layer(*arguments))
 
 
-def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def wrong_calls(p: int) -> dict[type[Exception], list[tuple[str, Callable[[], Any]]]]:
     layer = make(1, "swiglu")
     x, ids, weights = tokens(0)
-    return [
-        (lambda: MoEMLP(-6, 8, 4), ValueError, "hidden_size: expected an integer of at least 0, got -6"),
-        (lambda: MoEMLP(6, 8.0, 4), TypeError, "ffn_size: expected an integer, got float 8.0"),
-        (lambda: MoEMLP(6, 8, 0), ValueError, "num_experts: expected an integer of at least 1, got 0"),
-        (lambda: MoEMLP(6, 8, 4, ep_size=0), ValueError, "ep_size: expected an integer of at least 1, got 0"),
-        (lambda: MoEMLP(6, 8, 4, ep_size=p + 1), ValueError, f"ep_size: expected a divisor of the {p} ranks"),
-        (
-            lambda: MoEMLP(6, 8, 4, activation="relu"),
-            ValueError,
-            "activation: .* got 'relu'",
-        ),
-        (lambda: MoEMLP(6, 8, 4, max_tokens=-1), ValueError, "max_tokens: .* at least 0, got -1"),
-        (
-            lambda: MoEMLP(6, 8, 4, max_tokens=1.5),
-            TypeError,
-            "max_tokens: .* got float 1.5",
-        ),
-        (lambda: MoEMLP(6, 8, 4, dtype=torch.int32), ValueError, "dtype: .* got torch.int32"),
-        (lambda: MoEMLP(6, 8, 4, device="gpu"), ValueError, "device: .* got 'gpu'"),
-        (lambda: MoEMLP(6, 8, 4, group=7), TypeError, "group: .* got int"),
-        (lambda: MoEMLP(6, 8, 4, init=1.0), TypeError, "init: expected a function or None, got float"),
-        (lambda: MoEMLP(6, 8, 4, init=torch.randn_like), ValueError, "init: .* returns another"),
-        (lambda: layer(x[:, :5], ids, weights), ValueError, r"x: expected \[..., 6\], got shape \[5, 5\]"),
-        (lambda: layer(x.float(), ids, weights), ValueError, "x: expected dtype torch.float64, that of the"),
-        (lambda: layer(x[:4], ids, weights), ValueError, r"topk_ids: .* for 4 tokens, .* got shape \[5, 2\]"),
-        (lambda: layer(x, ids, weights[:2]), ValueError, r"topk_weights: .* for 5 tokens, .* shape \[2, 2\]"),
-        (lambda: layer(x, ids[:, 0], weights), ValueError, "topk_ids: expected at least 2 dimensions, got 1"),
-        (lambda: layer(x, None, weights), TypeError, "topk_ids: expected a tensor, got NoneType"),
-    ]
+    return {
+        ValueError: [
+            ("hidden_size: expected an integer of at least 0, got -6", lambda: MoEMLP(-6, 8, 4)),
+            ("num_experts: expected an integer of at least 1, got 0", lambda: MoEMLP(6, 8, 0)),
+            ("ep_size: expected an integer of at least 1, got 0", lambda: MoEMLP(6, 8, 4, ep_size=0)),
+            (f"ep_size: expected a divisor of the {p} ranks", lambda: MoEMLP(6, 8, 4, ep_size=p + 1)),
+            ("activation: .* got 'relu'", lambda: MoEMLP(6, 8, 4, activation="relu")),
+            ("max_tokens: .* at least 0, got -1", lambda: MoEMLP(6, 8, 4, max_tokens=-1)),
+            ("dtype: .* got torch.int32", lambda: MoEMLP(6, 8, 4, dtype=torch.int32)),
+            ("device: .* got 'gpu'", lambda: MoEMLP(6, 8, 4, device="gpu")),
+            ("init: .* returns another", lambda: MoEMLP(6, 8, 4, init=torch.randn_like)),
+            (r"x: expected \[..., 6\], got shape \[5, 5\]", lambda: layer(x[:, :5], ids, weights)),
+            ("x: expected dtype torch.float64, that of the", lambda: layer(x.float(), ids, weights)),
+            (r"topk_ids: .* for 4 tokens, .* got shape \[5, 2\]", lambda: layer(x[:4], ids, weights)),
+            (r"topk_weights: .* for 5 tokens, .* shape \[2, 2\]", lambda: layer(x, ids, weights[:2])),
+            ("topk_ids: expected at least 2 dimensions, got 1", lambda: layer(x, ids[:, 0], weights)),
+        ],
+        TypeError: [
+            ("ffn_size: expected an integer, got float 8.0", lambda: MoEMLP(6, 8.0, 4)),
+            ("max_tokens: .* got float 1.5", lambda: MoEMLP(6, 8, 4, max_tokens=1.5)),
+            ("group: .* got int", lambda: MoEMLP(6, 8, 4, group=7)),
+            ("init: expected a function or None, got float", lambda: MoEMLP(6, 8, 4, init=1.0)),
+            ("topk_ids: expected a tensor, got NoneType", lambda: layer(x, None, weights)),
+        ],
+    }
 
 
 def refused(rank: int, p: int) -> None:
     """One rank alone is told: whatever it exchanged with the others before would take its timeout."""
     if rank == 0:
-        for call, kind, message in wrong_calls(p):
-            with pytest.raises(kind, match=f"MoEMLP: {message}"):
-                call()
+        for kind, calls in wrong_calls(p).items():
+            for message, call in calls:
+                with pytest.raises(kind, match=f"MoEMLP: {message}"):
+                    call()
         if p > 1:
             with pytest.raises(ValueError, match=f"MoEMLP: num_experts: .* multiple of ep_size = {p}, got"):
                 MoEMLP(6, 8, p + 1, ep_size=p)
@@ -194,27 +152,8 @@ def refused(rank: int, p: int) -> None:
     make(1, "swiglu")(*tokens(rank))
 
 
-SCENARIOS = by_name(
-    whole_checkpoints,
-    copies,
-    built_without_memory,
-    represented,
-    initialised,
-    compiled,
-    refused,
-)
-
-
-def work(rank: int, world_size: int) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, world_size)
-
-
-_ANSWERS = Answers(work)
-
-
-@pytest.mark.parametrize(("world_size", "name"), questions([1, 2, 4], SCENARIOS))
-def test_moe_mlp(world_size: int, name: str) -> None:
-    assert _ANSWERS.of(world_size, name) == [""] * world_size
+_SCENARIOS = (whole_checkpoints, represented, initialised, compiled, refused)
+test_moe_mlp = scenario_test([1, 2, 4], *_SCENARIOS)
 
 
 Drawn = dict[tuple[int, str | None], tuple[torch.Tensor, torch.Tensor]]

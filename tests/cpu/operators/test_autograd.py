@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked, asked_of_one_and_of_several, by_name, questions
+from cases import Answers, Calls, asked, asked_of_one_and_of_several, by_name, questions
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
 from flux.layers import ParallelMLP
@@ -152,19 +151,6 @@ def directional(rank: int, p: int) -> str:
     dist.all_reduce(both)
     # Central differences err by about h² relative, and by roundoff / h.
     return "" if abs(both[0] / both[1] - 1) < 1e-7 else f"slope {both[0]}, differences {both[1]}"
-
-
-class Calls(TorchDispatchMode):
-    """Names of flux's operators, as they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flux":
-            self.names.append(func._schema.name.removeprefix("flux::"))
-        return func(*args, **(kwargs or {}))
 
 
 def called(backward: Callable[[], Any]) -> list[str]:
