@@ -19,7 +19,6 @@ from flux.fp8.scales import OLD_WORDS
 from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
-from flux.ops.autograd import concatenated
 from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
@@ -165,76 +164,39 @@ def check(op: str, fp8: object, x: Tensor) -> None:
         checks.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
 
 
-def column_forward(
-    fp8: Fp8,
-    x: Tensor,
-    weights: Sequence[Tensor],
+def gathered_products(
+    rows: Quantised,
+    weights: Sequence[Quantised],
     biases: Sequence[Tensor | None],
     name: str | None,
     keep: bool,
+    **how: Any,
 ) -> tuple[list[Tensor], Quantised]:
-    """The products of column_linear, and the quantised x.
+    """The product of rows and each weight, and the rows.
 
     Args:
         name: of the group that gathers rows, or None.
-        keep: return the gathered x.
+        keep: return the gathered rows.
+        how: out_dtype, accumulate.
     """
-    rows, operands = fp8.rows(x, among=name), fp8.weights(weights)
-    how: dict[str, Any] = {"scale_x": rows.scale, "out_dtype": x.dtype, "accumulate": fp8.accumulate}
+    how["scale_x"] = rows.scale
     if name is None:
-        pairs = zip_longest(operands, biases)
+        pairs = zip_longest(weights, biases)
         return [gemm(rows.q, w.q, bias, scale_w=w.scale, **how) for w, bias in pairs], rows
-    quantised, scales = [w.q for w in operands], [w.scale for w in operands]
-    arguments = (rows.q, quantised, list(biases) or None)
+    how |= {"group": name, "scale_w": [w.scale for w in weights]}
+    given = rows.q, [w.q for w in weights], list(biases) or None
     if not keep:
-        return ag_gemm(*arguments, group=name, scale_w=scales, **how), rows
-    results, q, scale = ag_gemm(*arguments, group=name, scale_w=scales, return_gathered=True, **how)
-    return results, Quantised(q, scale if fp8.by_block else rows.scale)
+        return ag_gemm(*given, **how), rows
+    results, q, scale = ag_gemm(*given, return_gathered=True, **how)
+    return results, Quantised(q, rows.scale if rows.scale.dim() == 1 else scale)
 
 
-def side_by_side(fp8: Fp8, grads: Sequence[Tensor]) -> Quantised:
-    """Gradients [..., N] of several results as one matrix."""
-    return fp8.rows(grads[0] if len(grads) == 1 else concatenated(grads, -1), fp8.of_grads)
-
-
-def column_input_grad(
-    fp8: Fp8, grads: Quantised, weights: Sequence[Tensor], name: str, scatter: bool, dtype: torch.dtype
+def summed_product(
+    rows: Quantised, weight: Quantised, bias: Tensor | None, name: str, scatter: bool, **how: Any
 ) -> Tensor:
-    """The gradient of x in column_linear, from gradients side by side."""
-    (weight,) = fp8.weights([weights[0] if len(weights) == 1 else concatenated(weights, 0)])
-    flipped = weight.transposed()
-    function = gemm_rs if scatter else gemm_ar
-    how: dict[str, Any] = {"scale_x": grads.scale, "scale_w": flipped.scale, "out_dtype": dtype}
-    return function(grads.q, flipped.q, group=name, **how)
-
-
-def row_forward(
-    fp8: Fp8, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, scatter: bool
-) -> tuple[Tensor, Quantised]:
-    """The result of row_linear, and the quantised x."""
-    rows, (operand,) = fp8.rows(x), fp8.weights([weight])
-    function = gemm_rs if scatter else gemm_ar
-    how: dict[str, Any] = {"scale_x": rows.scale, "scale_w": operand.scale, "out_dtype": x.dtype}
-    return function(rows.q, operand.q, bias, group=name, accumulate=fp8.accumulate, **how), rows
-
-
-def row_input_grad(
-    fp8: Fp8, grad: Tensor, weight: Tensor, name: str | None, keep: bool
-) -> tuple[Tensor, Quantised]:
-    """The gradient of x in row_linear, and the quantised gradient of its result, gathered if `keep`.
-
-    Args:
-        name: of the group that gathers rows, or None.
-    """
-    rows, (operand,) = fp8.rows(grad, fp8.of_grads, among=name), fp8.weights([weight])
-    flipped = operand.transposed()
-    how: dict[str, Any] = {"scale_x": rows.scale, "scale_w": flipped.scale, "out_dtype": grad.dtype}
-    if name is None:
-        return gemm(rows.q, flipped.q, **how), rows
-    if not keep:
-        return ag_gemm(rows.q, flipped.q, group=name, **how), rows
-    result, q, scale = ag_gemm(rows.q, flipped.q, group=name, return_gathered=True, **how)
-    return result, Quantised(q, scale if fp8.by_block else rows.scale)
+    """The product of rows and a weight, summed over ranks. how: out_dtype, accumulate."""
+    how |= {"scale_x": rows.scale, "scale_w": weight.scale}
+    return (gemm_rs if scatter else gemm_ar)(rows.q, weight.q, bias, group=name, **how)
 
 
 def weight_grad_operands(

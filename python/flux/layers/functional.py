@@ -17,18 +17,14 @@ from flux import _deprecated
 from flux._sharded import local_parts
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike, group_name, world_size
-from flux.layers import _scaled
-from flux.layers.fp8 import Fp8
+from flux.layers.fp8 import Fp8, Quantised, gathered_products, summed_product, weight_grad_operands
 from flux.layers.fp8 import check as check_fp8
-from flux.layers.weight_grads import DeferredGrads, How, WeightGrads
+from flux.layers.weight_grads import DeferredGrads, How, Operand, WeightGrads
 from flux.ops import autocast
 from flux.ops.ag_gemm import ag_gemm
-from flux.ops.autograd import (
-    bias_grad,
-    gathered_input_grad,
-    joined,
-    scattered_input_grad,
-)
+from flux.ops.all_gather import all_gather
+from flux.ops.all_reduce import all_reduce
+from flux.ops.autograd import bias_grad, concatenated, gathered_input_grad, joined, scattered_input_grad
 from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
@@ -36,6 +32,7 @@ from flux.ops.gemm_rs_with_gather import gathers_beside
 
 Tensor = torch.Tensor
 SaveGathered = bool | Literal["auto"]
+Group = tuple[str, bool]  # its name, and whether rows are distributed over it
 
 
 @overload
@@ -137,12 +134,8 @@ def column_linear(
         checks.ag_gemm_args(op, x, weights, biases, False, 1)
     check_fp8(op, fp8, x)
     how = _how(gradient_accumulation_fusion, deferred, weights, given)
-    operands = (len(weights), *weights, *used)
-    if fp8 is not None:  # rows of fp8 are never gathered beside a GEMM
-        settings = (name, sequence_parallel, bool(save_gathered), how, fp8)
-        results = _scaled.column(x, *settings, *operands)
-    else:
-        results = _apply_column(x, name, sequence_parallel, save_gathered, how, *operands)
+    settings = ((name, sequence_parallel), save_gathered, how, fp8)
+    results = _apply_column(x, *settings, len(weights), *weights, *used)
     return list(results) if many else cast(Tensor, results[0])
 
 
@@ -195,10 +188,8 @@ def row_linear(
     if not autocast.enabled(x.device):
         checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     check_fp8(op, fp8, x)
-    settings = (name, sequence_parallel, _how(gradient_accumulation_fusion, deferred, [weight], given))
-    if fp8 is not None:
-        return cast(Tensor, _scaled.row(x, weight, bias, *settings, fp8))
-    return cast(Tensor, _apply_row(x, weight, bias, *settings))
+    how = _how(gradient_accumulation_fusion, deferred, [weight], given)
+    return cast(Tensor, _apply_row(x, weight, bias, (name, sequence_parallel), how, fp8))
 
 
 def _how(fusion: bool, deferred: DeferredGrads | None, parts: Sequence[Any], given: Sequence[Tensor]) -> How:
@@ -219,15 +210,27 @@ def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> Non
         checks.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
 
 
+def _save(ctx: Any, rows: Operand | None, weights: Sequence[Tensor]) -> None:
+    """Saves what the backward pass reads. rows: None: it needs none."""
+    kept = rows if isinstance(rows, Quantised) else (rows, None)
+    ctx.save_for_backward(*kept, *weights)
+
+
+def _saved(ctx: Any) -> tuple[Any, list[Tensor]]:
+    """What _save has saved."""
+    rows, scale, *weights = ctx.saved_tensors
+    return rows if scale is None else Quantised(rows, scale), weights
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        name: str,
-        sequence_parallel: bool,
+        group: Group,
         save_gathered: SaveGathered,
         how: How,
+        fp8: Fp8 | None,
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -235,37 +238,55 @@ class _Column(torch.autograd.Function):
         # Cast here, because the backward pass needs the operands of the GEMM.
         x, *operands = autocast.cast_if_enabled(x, *tensors)
         weights, biases = operands[:count], operands[count:]
+        name, sequence_parallel = ctx.group = group
         needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
-        if save_gathered == "auto" and sequence_parallel and needs_weight:
-            # Without a gradient of x there is no GEMM to gather beside.
+        if save_gathered == "auto" and sequence_parallel and needs_weight and fp8 is None:
+            # Without a gradient of x there is no GEMM to gather beside, nor beside rows of fp8.
             save_gathered = not (ctx.needs_input_grad[0] and gathers_beside(x, weights, name))
-        ctx.gathered = sequence_parallel and bool(save_gathered) and needs_weight
-        rows = x
-        if ctx.gathered:
+        keeps = sequence_parallel and bool(save_gathered) and needs_weight
+        rows: Operand = x
+        if fp8 is not None:
+            keeps, among = keeps and fp8.weight_grads, name if sequence_parallel else None
+            given = fp8.rows(x, among=among), fp8.weights(weights), biases, among, keeps
+            results, quantised = gathered_products(*given, out_dtype=x.dtype, accumulate=fp8.accumulate)
+            rows = quantised if fp8.weight_grads else x
+        elif keeps:
             results, rows = ag_gemm(x, weights, biases or None, group=name, return_gathered=True)
         elif sequence_parallel:
             results = ag_gemm(x, weights, biases or None, group=name)
         else:
             results = [gemm(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
-        ctx.save_for_backward(rows if needs_weight else None, *weights)
-        ctx.name, ctx.sequence_parallel = name, sequence_parallel
+        _save(ctx, rows if needs_weight else None, weights)
+        ctx.gathered, ctx.fp8 = keeps, fp8
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
-        count = len(weights)
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        rows, weights = _saved(ctx)
+        (name, sequence_parallel), fp8, dtype = ctx.group, ctx.fp8, grads[0].dtype
+        count, needs_x, needs = len(weights), ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        gathers = sequence_parallel and any(needs[:count]) and not ctx.gathered
+        operands: Sequence[Operand] = grads
         grad_x = None
-        if ctx.sequence_parallel:
-            gathers = any(needs[:count]) and not ctx.gathered
-            grad_x, gathered = gathered_input_grad(
-                grads, weights, False, ctx.name, needs_x, rows if gathers else None
-            )
+        if fp8 is not None:
+            whole = fp8.rows(grads[0] if count == 1 else concatenated(grads, -1), fp8.of_grads)
+            if needs_x:
+                (weight,) = fp8.weights([weights[0] if count == 1 else concatenated(weights, 0)])
+                flipped = weight.transposed()
+                grad_x = summed_product(whole, flipped, None, name, sequence_parallel, out_dtype=dtype)
+            if gathers:
+                in_fp8 = isinstance(rows, Quantised)
+                rows = rows.gathered(name) if in_fp8 else all_gather(rows, group=name)
+            if isinstance(rows, Quantised):
+                sizes = [grad.shape[-1] for grad in grads]
+                operands, rows = weight_grad_operands(fp8, whole, sizes, rows, dtype)
+        elif sequence_parallel:
+            how = needs_x, rows if gathers else None
+            grad_x, gathered = gathered_input_grad(grads, weights, False, name, *how)
             rows = gathered if gathers else rows
         elif needs_x:
-            grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
-        grad_weights = ctx.weight_grads(grads, rows, grads[0].dtype)
+            grad_x = gemm_ar(*joined(grads, weights, False), group=name, transpose_weight=True)
+        grad_weights = ctx.weight_grads(operands, rows, dtype)
         grad_biases = [
             bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
         ]
@@ -275,43 +296,63 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        name: str,
-        sequence_parallel: bool,
-        how: How,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: How, fp8: Fp8 | None
     ) -> Tensor:
         ctx.weight_grads = WeightGrads([weight], ctx.needs_input_grad[1:], *how)
         x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.name, ctx.sequence_parallel = name, sequence_parallel
-        if sequence_parallel:
-            return gemm_rs(x, weight, bias, group=name)
-        return gemm_ar(x, weight, bias, group=name)
+        ctx.fp8, ctx.group = fp8, group
+        name, sequence_parallel = group
+        rows: Operand = x
+        if fp8 is not None:
+            quantised, (operand,) = fp8.rows(x), fp8.weights([weight])
+            given = quantised, operand, bias, name, sequence_parallel
+            result = summed_product(*given, out_dtype=x.dtype, accumulate=fp8.accumulate)
+            rows = quantised if fp8.weight_grads else x
+        else:
+            result = (gemm_rs if sequence_parallel else gemm_ar)(x, weight, bias, group=name)
+        _save(ctx, rows if ctx.needs_input_grad[1] else None, [weight])
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        rows, (weight,) = _saved(ctx)
+        fp8, (name, sequence_parallel) = ctx.fp8, ctx.group
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        operand: Any = grad
         grad_x: Tensor | None = None
-        rows: Tensor | None = grad
-        if ctx.sequence_parallel:
+        if fp8 is not None:
+            return *_row_grads(ctx, grad, rows, weight), None, None, None
+        if sequence_parallel:
             # The gradient of the bias also needs all rows, because it is the same on all ranks.
-            grad_x, rows = scattered_input_grad(
-                grad, weight, False, ctx.name, needs_x, needs_weight or needs_bias
-            )
+            given = grad, weight, False, name, needs_x, needs_weight or needs_bias
+            grad_x, operand = scattered_input_grad(*given)
         elif needs_x:
             grad_x = gemm(grad, weight, transpose_weight=True)
-        return (
-            grad_x,
-            *ctx.weight_grads([rows], x, grad.dtype),
-            bias_grad(rows) if needs_bias and rows is not None else None,
-            None,
-            None,
-            None,
-        )
+        grad_bias = bias_grad(operand) if needs_bias and operand is not None else None
+        return grad_x, *ctx.weight_grads([operand], rows, grad.dtype), grad_bias, None, None, None
+
+
+def _row_grads(ctx: Any, grad: Tensor, rows: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias in fp8."""
+    fp8, (needs_x, needs_weight, needs_bias) = ctx.fp8, ctx.needs_input_grad[:3]
+    name, in_fp8 = ctx.group[0] if ctx.group[1] else None, isinstance(rows, Quantised)
+    grad_x = grad_bias = None
+    operand: Any = grad
+    if needs_x or in_fp8:
+        operand = fp8.rows(grad, fp8.of_grads, among=name)
+    if needs_x:
+        flipped = [each.transposed() for each in fp8.weights([weight])]
+        (grad_x,), operand = gathered_products(operand, flipped, (), name, in_fp8, out_dtype=grad.dtype)
+    elif in_fp8 and name is not None:
+        operand = operand.gathered(name)
+    if in_fp8:
+        (operand,), rows = weight_grad_operands(fp8, operand, [grad.shape[-1]], rows, grad.dtype)
+    elif needs_weight:
+        operand = grad if name is None else all_gather(grad, group=name)
+    if needs_bias:
+        own = bias_grad(grad)
+        grad_bias = own if name is None else all_reduce(own, group=name)
+    return grad_x, *ctx.weight_grads([operand], rows, grad.dtype), grad_bias
 
 
 _apply_column: Any = _Column.apply

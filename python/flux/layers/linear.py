@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,26 +36,29 @@ class _ParallelLinear(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        name = type(self).__name__
+        name, sizes = type(self).__name__, {"out_features": out_features, "in_features": in_features}
         check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
-        features = [
-            argument_types.size(name, "out_features", out_features),
-            argument_types.size(name, "in_features", in_features),
-        ]
+        features = [argument_types.size(name, argument, size) for argument, size in sizes.items()]
         super().__init__(group)
         self.out_features, self.in_features = features
-        split = "in_features" if self.split_dim else "out_features"
-        check_divides(name, split, features[self.split_dim], self.world_size)
-        self.sequence_parallel = sequence_parallel
+        check_divides(name, list(sizes)[self.split_dim], features[self.split_dim], self.world_size)
+        self.sequence_parallel, self.fp8, self.init = sequence_parallel, fp8, init
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.fp8 = fp8
-        self.init = init
         hold(self, "weight", features, [self.split_dim], group, device, dtype)
         if bias:
             hold(self, "bias", features[:1], [None if self.split_dim else 0], group, device, dtype)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def _options(self) -> dict[str, Any]:
+        """Of column_linear and row_linear."""
+        return {
+            "group": self.group_name,
+            "sequence_parallel": self.sequence_parallel,
+            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
+            "fp8": self.fp8,
+        }
 
     def _draw(self, name: str, part: torch.Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
         """Initialises as nn.Linear does, or by `init`."""
@@ -164,17 +168,11 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         self.save_gathered = save_gathered
 
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "save_gathered": self.save_gathered}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group_name,
-            sequence_parallel=self.sequence_parallel,
-            save_gathered=self.save_gathered,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            fp8=self.fp8,
-        )
+        return column_linear(x, self.weight, self.bias, **self._options())
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -207,12 +205,4 @@ class RowParallelLinear(_ParallelLinear):
     split_dim = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return row_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group_name,
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            fp8=self.fp8,
-        )
+        return row_linear(x, self.weight, self.bias, **self._options())

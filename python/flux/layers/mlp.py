@@ -73,36 +73,16 @@ class ParallelMLP(nn.Module):
         if activation not in ("swiglu", "gelu"):
             raise ValueError(f"{op}: activation: expected 'swiglu' or 'gelu', got {activation!r}")
         super().__init__()
+        how: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
+        how |= {"init": init, "device": device, "dtype": dtype}
 
         def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                ffn_size,
-                bias,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                save_gathered=save_gathered,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-                fp8=fp8,
-                init=init,
-                device=device,
-                dtype=dtype,
-            )
+            return ColumnParallelLinear(hidden_size, ffn_size, bias, save_gathered=save_gathered, **how)
 
         self.gate_proj = column() if activation == "swiglu" else None
         self.up_proj = column()
-        self.down_proj = RowParallelLinear(
-            ffn_size,
-            hidden_size,
-            bias,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            fp8=fp8,
-            init=init,
-            device=device,
-            dtype=dtype,
-        )
+        self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, **how)
         self._put_side_by_side()
         self.register_load_state_dict_post_hook(_put_side_by_side)  # type: ignore[no-untyped-call]
 
@@ -135,16 +115,8 @@ class ParallelMLP(nn.Module):
         gate, up = self.gate_proj, self.up_proj
         if gate is None:
             return self.down_proj(nn.functional.gelu(up(x)))  # type: ignore[no-any-return]
-        gated, result = column_linear(
-            x,
-            [gate.weight, up.weight],
-            [gate.bias, up.bias],
-            group=up.group_name,
-            sequence_parallel=up.sequence_parallel,
-            save_gathered=up.save_gathered,
-            gradient_accumulation_fusion=up.gradient_accumulation_fusion,
-            fp8=up.fp8,
-        )
+        given = x, [gate.weight, up.weight], [gate.bias, up.bias]
+        gated, result = column_linear(*given, **up._options())
         return self.down_proj(_swiglu(gated, result))  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,12 +61,6 @@ class DeferredGrads:
 How = tuple[bool, DeferredGrads | None]
 
 
-def collecting(weight: Tensor, fusion: bool) -> Tensor | None:
-    """The weight, if its gradients are to be added to its main_grad. Of a part: the DTensor."""
-    weight = getattr(weight, "parameter", weight)
-    return weight if fusion and getattr(weight, "main_grad", None) is not None else None
-
-
 class WeightGrads:
     """How a backward pass makes the gradients of a call's weights: for autograd, in main_grad, or later.
 
@@ -80,9 +73,10 @@ class WeightGrads:
         self, weights: Sequence[Tensor], needs: Sequence[bool], fusion: bool, deferred: DeferredGrads | None
     ) -> None:
         self.needs, self.deferred = needs[: len(weights)], deferred
-        self.main = [collecting(weight, fusion) for weight in weights]
+        leaves = [getattr(weight, "parameter", weight) for weight in weights]  # of parts: the DTensors
+        self.main = [w if fusion and getattr(w, "main_grad", None) is not None else None for w in leaves]
         # Not kept otherwise: autograd knows the weights, and dynamo the fewer objects the better.
-        self.leaves = [getattr(w, "parameter", w) for w in weights] if deferred is not None else []
+        self.leaves = leaves if deferred is not None else []
 
     def __call__(
         self, grads: Sequence[Operand | None], x: Operand | None, dtype: torch.dtype
@@ -98,7 +92,12 @@ class WeightGrads:
             return [None] * len(self.main)
         if self.deferred is None:
             return self._made(grads, x, dtype)
-        self.deferred.defer(partial(self._store, grads, x, dtype))
+
+        def store() -> None:
+            for weight, grad in zip(self.leaves, self._made(grads, x, dtype), strict=True):
+                store_grad(weight, grad)
+
+        self.deferred.defer(store)
         return [None] * len(self.main)
 
     def _made(self, grads: Sequence[Operand | None], x: Operand, dtype: torch.dtype) -> list[Tensor | None]:
@@ -106,10 +105,6 @@ class WeightGrads:
             _weight_grad(grad, x, parameter, dtype) if needed and grad is not None else None
             for grad, parameter, needed in zip(grads, self.main, self.needs, strict=True)
         ]
-
-    def _store(self, grads: Sequence[Operand | None], x: Operand, dtype: torch.dtype) -> None:
-        for weight, grad in zip(self.leaves, self._made(grads, x, dtype), strict=True):
-            store_grad(weight, grad)
 
 
 def store_grad(weight: Tensor, grad: Tensor | None) -> None:
