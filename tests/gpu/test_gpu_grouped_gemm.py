@@ -56,7 +56,7 @@ def test_weights_are_read_where_they_lie(config: int, dtype: torch.dtype) -> Non
         for name, each in laid_out(weight).items():
             assert grouped.readable_weight(each, None, None) is each
             out = torch.full_like(expected, 7)
-            grouped.launch(x, each, offsets, rows, None, out, config)
+            grouped.launch(grouped.Grouped(x, each, offsets, rows), out, config)
             assert torch.equal(out, expected), (name, n, k)
 
 
@@ -70,7 +70,7 @@ def test_every_tile_shape(config: int, dtype: torch.dtype) -> None:
             for chosen in (rows, None):
                 source = x if chosen is not None else x[: sum(counts)]
                 out = torch.full((sum(counts) + 3, n), 7, dtype=dtype, device="cuda")
-                grouped.launch(source, weight, offsets, chosen, None, out[: sum(counts)], config)
+                grouped.launch(grouped.Grouped(source, weight, offsets, chosen), out[: sum(counts)], config)
                 expected = grouped.reference(source, weight, offsets, chosen)
                 assert torch.equal(out[: sum(counts)], expected), (counts, n, k, chosen is None)
                 assert (out[sum(counts) :] == 7).all(), "written behind the last row"
@@ -91,7 +91,7 @@ def test_activations(activation: str) -> None:
 def test_any_number_of_sms(num_sms: int) -> None:
     x, weight, offsets, rows = inputs([260, 130, 0, 9], 1032, 200, torch.bfloat16, 2)
     out = torch.empty(399, 1032, dtype=torch.bfloat16, device="cuda")
-    grouped.launch(x, weight, offsets, rows, None, out, -1, num_sms)
+    grouped.launch(grouped.Grouped(x, weight, offsets, rows), out, -1, num_sms)
     assert torch.equal(out, grouped.reference(x, weight, offsets, rows))
 
 
@@ -101,7 +101,7 @@ def test_rows_of_the_tile_before_do_not_matter(config: int) -> None:
     x, weight, offsets, rows = inputs([128, 3], 264, 1608, torch.bfloat16, 4)
     x[rows[:128].long()] = float("nan")
     out = torch.empty(131, 264, dtype=torch.bfloat16, device="cuda")
-    grouped.launch(x, weight, offsets, rows, None, out, config, 1)
+    grouped.launch(grouped.Grouped(x, weight, offsets, rows), out, config, 1)
     assert out[:128].isnan().all()
     assert torch.equal(out[128:], grouped.reference(x, weight, offsets, rows)[128:])
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flux.integrations.vllm.experts import own_experts
-from flux.moe import combine, reference, route_kernel
+from flux.moe import reference, routing, rows
 from flux.ops import grouped_gemm
 
 EXPERTS, HIDDEN, COLUMNS, TOP_K = 8, 264, 72, 4
@@ -61,7 +61,7 @@ def test_layers_are_repeated(
     for seed in range(4):
         given = layer(seed, tokens, dtype)
         kept.append((own_experts(*on_gpu(given), alone), expected(*given)))
-        for module, name in ((route_kernel, "_kernel"), (grouped_gemm, "_kernel"), (combine, "_combine")):
+        for module, name in ((routing, "_kernel"), (grouped_gemm, "_kernel"), (rows, "_combine_kernel")):
             monkeypatch.setattr(module, name, refuses)
     for result, right in kept:
         assert torch.equal(result.cpu(), right)

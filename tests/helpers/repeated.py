@@ -21,7 +21,7 @@ from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.measured import files
 from flux.measured.times import NO_FACTS
-from flux.moe import combine, route_kernel, routing
+from flux.moe import routing, rows
 from flux.ops import add_norm, grouped_gemm, quantize
 from flux.ops import gemm as plain
 from flux.ops.ways import ag_gemm, all_gather, exchange, gemm_rs
@@ -168,13 +168,13 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         grouped_gemm,
         exchange,
         add_norm,
-        route_kernel,
+        routing,
         quantize,
         *layers,
     ):
         monkeypatch.setattr(module, "_kernel", made.kernel(module._kernel))
     monkeypatch.setattr(ag_gemm, "_collect", made.kernel(ag_gemm._collect))
-    monkeypatch.setattr(combine, "_combine", made.kernel(combine._combine))
+    monkeypatch.setattr(rows, "_combine_kernel", made.kernel(rows._combine_kernel))
     monkeypatch.setattr(sums, "KERNEL_ROWS", range(1, 257))  # also of calls with eight
     monkeypatch.setattr(repeat, "keep", made.keep)
     monkeypatch.setattr(repeat, "_launch_table", lambda: made.table)

@@ -106,14 +106,13 @@ library.define("moe_activate_rows(Tensor product, Tensor offsets, str activation
 library.define(
     "moe_activation_grad(Tensor grad, Tensor product, Tensor offsets, str activation) -> Tensor", tags=_TAGS
 )
-_MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
-library.define(
-    f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name, {_SCALES}) -> Tensor", tags=_TAGS
+# The two layers.
+_LAYER = (
+    "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens, "
+    f"int num_tokens, str? activation, str group_name, {_SCALES}, str? wire=None"
 )
-library.define(
-    f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SCALES}, str? wire=None) -> Tensor",
-    tags=_TAGS,
-)
+library.define(f"moe_ag_scatter_gemm({_LAYER}) -> Tensor", tags=_TAGS)
+library.define(f"moe_gemm_gather_rs({_LAYER}) -> Tensor", tags=_TAGS)
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the

@@ -9,7 +9,8 @@ Gradients are those of the sum of all ranks' losses. Rows after the last one are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from flux._memory import padded, wide_type
 from flux.calls.schemas import library
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
-from flux.moe.routing import Routing, tokens_of_rows
+from flux.moe.routing import TENSORS, Routing, tokens_of_rows
 from flux.moe.rows import activation_grad, finish_activation, finish_rows, gather_rows
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
@@ -28,9 +29,7 @@ from flux.ops.reduce_scatter import reduce_scatter
 Tensor = torch.Tensor
 # Of gradients and inputs of all rows, and the offsets: what autograd gets for the weights.
 OfWeights = Callable[[Tensor, Tensor, Tensor], Any]
-# `tokens_of_rows`, or what gives the same for less.
 TokensOf = Callable[[Routing], Tensor]
-TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
 
 
 def gathered(x: Tensor, routing: Routing, tokens_of: TokensOf = tokens_of_rows) -> tuple[Tensor, Tensor]:
@@ -90,24 +89,44 @@ def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return none_for_rest(ctx, grad_x, grad_weight)
 
 
-def _ag_scatter_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, routing, num_experts, ep_size, max_tokens, ctx.activation, group_name, scale_x, *_ = inputs
-    no_scales("moe.ag_scatter_gemm", scale_x)
+def _layer_setup(number: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, routing, *sizes, ctx.activation, group_name, scale_x = inputs[:10]
+    no_scales(("moe.ag_scatter_gemm", "moe.gemm_gather_rs")[number], scale_x)
+    ctx.sizes = (*sizes, group_name)
+    # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.sizes = (num_experts, ep_size, max_tokens, x.shape[0], group_name)
-    again = ctx.activation is not None
+    again = ctx.needs_input_grad[1 + TENSORS] if number else ctx.activation is not None
     ctx.save_for_backward(
         x if needs_weight or again else None, weight if needs_x or again else None, *routing
     )
 
 
-def _ag_scatter_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _layer_backward(number: int, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, *tensors = ctx.saved_tensors
     routing = Routing._make([*tensors, *ctx.sizes])
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    of_weights = expert_grads if needs_weight else None
-    grads = layer0_grads(grad, x, weight, routing, ctx.activation, needs_x, of_weights)
-    return none_for_rest(ctx, *grads, [None] * TENSORS)
+    needs_x, needs_weight, needs_routing = ctx.needs_input_grad[:3]
+    wanted = Wanted(needs_x, needs_routing[-1], expert_grads if needs_weight else None)
+    given, of_scores = (grad, x, weight, routing, wanted), None
+    if number == 0:
+        of_x, of_weight = layer0_grads(*given, ctx.activation)
+    else:
+        of_x, of_weight, of_scores = layer1_grads(*given)
+    return none_for_rest(ctx, of_x, of_weight, [*[None] * (TENSORS - 1), of_scores])
+
+
+class Wanted(NamedTuple):
+    """Which gradients a layer is asked for.
+
+    Attributes:
+        x, scores: of x, and of the routing's weights.
+        of_weights: what makes those of the experts' weights, or None.
+        tokens_of: `tokens_of_rows`, or what gives the same for less.
+    """
+
+    x: bool
+    scores: bool
+    of_weights: OfWeights | None
+    tokens_of: TokensOf = tokens_of_rows
 
 
 def layer0_grads(
@@ -115,24 +134,23 @@ def layer0_grads(
     x: Tensor | None,
     weight: Tensor | None,
     routing: Routing,
-    activation: str | None,
-    needs_x: bool,
-    of_weights: OfWeights | None,
+    wanted: Wanted,
+    activation: str | None = None,
     distinct: bool = False,
-    tokens_of: TokensOf = tokens_of_rows,
 ) -> tuple[Tensor | None, Any]:
     """Gradient of x in ag_scatter_gemm, and what `of_weights` returns, None: not needed. x, weight: None if
     the gradients asked for do not depend on them. distinct: no token chose an expert twice.
     """
     grad_x = grad_weight = None
     if x is not None:
-        everybody, tokens = gathered(x, routing, tokens_of)
+        everybody, tokens = gathered(x, routing, wanted.tokens_of)
         if activation is not None and weight is not None:
             product = grouped_gemm(everybody, weight, routing.offsets, rows=tokens)
             grad = activation_grad(grad, product, routing.offsets, activation)
-        if of_weights is not None:
-            grad_weight = of_weights(grad, gather_rows(everybody, tokens, routing.offsets), routing.offsets)
-    if needs_x and weight is not None:
+        if wanted.of_weights is not None:
+            rows = gather_rows(everybody, tokens, routing.offsets)
+            grad_weight = wanted.of_weights(grad, rows, routing.offsets)
+    if wanted.x and weight is not None:
         positions = routing.positions
         # Five launches or one.
         ones = torch.ones_like(positions, dtype=torch.float32) if distinct else each_row_once(positions)
@@ -140,52 +158,25 @@ def layer0_grads(
     return grad_x, grad_weight
 
 
-def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, routing, *rest = inputs
-    sizes, (scale_x, *_) = rest[:5], rest[5:]
-    no_scales("moe.gemm_gather_rs", scale_x)
-    ctx.sizes = sizes
-    # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    needs_scores = ctx.needs_input_grad[1 + TENSORS]
-    ctx.save_for_backward(
-        x if needs_weight or needs_scores else None, weight if needs_x or needs_scores else None, *routing
-    )
-
-
-def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight, *tensors = ctx.saved_tensors
-    routing = Routing._make([*tensors, *ctx.sizes])
-    needs_x, needs_weight, needs_routing = ctx.needs_input_grad[:3]
-    of_weights = expert_grads if needs_weight else None
-    grad_x, grad_weight, grad_scores = layer1_grads(
-        grad, x, weight, routing, needs_x, needs_routing[-1], of_weights
-    )
-    return none_for_rest(ctx, grad_x, grad_weight, [*[None] * (TENSORS - 1), grad_scores])
-
-
 def layer1_grads(
     grad: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
     routing: Routing,
-    needs_x: bool,
-    needs_scores: bool,
-    of_weights: OfWeights | None,
+    wanted: Wanted,
     activation: str | None = None,
-    tokens_of: TokensOf = tokens_of_rows,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights.
 
     activation: x and weight are there, x is the product whose activation are the layer's rows, and the first
     result is the gradient of the product.
     """
-    offsets = routing.offsets
+    offsets, of_weights = routing.offsets, wanted.of_weights
     choices = rows_of_choices(routing)
     scores = weights_of_rows(routing, choices, wide_type(grad.dtype))
     grad_x = grad_weight = grad_scores = dots = None
     if of_weights is not None:
-        everybody, tokens = gathered(grad, routing, tokens_of)
+        everybody, tokens = gathered(grad, routing, wanted.tokens_of)
         if activation is None:
             scaled = gather_rows(everybody, tokens, offsets, scores)
             grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
@@ -197,16 +188,16 @@ def layer1_grads(
             back = ag_scatter_gemm(grad, flipped, routing)
         # Dot product of a row's result with the gradient of its token, without recomputing the result.
         if activation is None or x is None:
-            grad_x, dots = finish_rows(back, offsets, scores, x if needs_scores else None)
+            grad_x, dots = finish_rows(back, offsets, scores, x if wanted.scores else None)
         else:
             grad_x, x, dots = finish_activation(back, x, offsets, scores, activation)
             if of_weights is not None:
                 grad_weight = of_weights(gather_rows(everybody, tokens, offsets, scores), x, offsets)
-        if dots is not None and needs_scores:
+        if dots is not None and wanted.scores:
             # Choices without a row here get the zero behind the last row.
             of_choices = torch.nn.functional.pad(dots, (0, 1)).index_select(0, choices)
             grad_scores = of_choices.view(routing.positions.shape).to(routing.weights.dtype)
-    return grad_x if needs_x else None, grad_weight, grad_scores
+    return grad_x if wanted.x else None, grad_weight, grad_scores
 
 
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -218,9 +209,9 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     of_all = grads[-1]
     if of_all is None:
-        return (None,) * 7
+        return none_for_rest(ctx)
     mine = own_scores_grad(of_all, ctx.group_name, ctx.tokens, ctx.dtype)
-    return None, mine, None, None, None, None, None
+    return none_for_rest(ctx, None, mine)
 
 
 def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -228,10 +219,6 @@ def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.d
     those of all ranks [p, max_tokens, k]. A collective.
     """
     return reduce_scatter(of_all.flatten(0, 1), group=group_name)[:tokens].to(dtype)
-
-
-def _expert_grads_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -243,9 +230,9 @@ def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 for _name, _setup, _backward in (
     ("grouped_gemm", _grouped_gemm_setup, _grouped_gemm_backward),
-    ("grouped_wgrad", _expert_grads_setup, _expert_grads_backward),
+    ("grouped_wgrad", lambda ctx, inputs, output: ctx.save_for_backward(*inputs), _expert_grads_backward),
     ("moe_route", _route_setup, _route_backward),
-    ("moe_ag_scatter_gemm", _ag_scatter_gemm_setup, _ag_scatter_gemm_backward),
-    ("moe_gemm_gather_rs", _gemm_gather_rs_setup, _gemm_gather_rs_backward),
+    ("moe_ag_scatter_gemm", partial(_layer_setup, 0), partial(_layer_backward, 0)),
+    ("moe_gemm_gather_rs", partial(_layer_setup, 1), partial(_layer_backward, 1)),
 ):
     torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=library)

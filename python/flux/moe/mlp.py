@@ -93,10 +93,9 @@ class MoEMLP(ShardedModule):
         ep_size = argument_types.size(op, "ep_size", ep_size, 1)
         if activation is not None and activation not in ACTIVATIONS:
             checks.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
-        if max_tokens is not None:
-            max_tokens = argument_types.size(op, "max_tokens", max_tokens)
-        if max_node_tokens is not None:
-            max_node_tokens = argument_types.size(op, "max_node_tokens", max_node_tokens)
+        for name, most in (("max_tokens", max_tokens), ("max_node_tokens", max_node_tokens)):
+            if most is not None:
+                argument_types.size(op, name, most)
         argument_types.optional_function(op, "init", init)
         argument_types.floating_dtype(op, "dtype", dtype)
         argument_types.device(op, "device", device)
@@ -158,7 +157,8 @@ class MoEMLP(ShardedModule):
             CommTimeoutError, RuntimeError: as flux.ag_gemm.
         """
         op = type(self).__name__
-        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        choices = {"topk_ids": topk_ids, "topk_weights": topk_weights}
+        for name, tensor in {"x": x, **choices}.items():
             argument_types.tensor(op, name, tensor)
             if tensor.dim() < 2:
                 checks.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
@@ -168,13 +168,14 @@ class MoEMLP(ShardedModule):
         if x.dtype != w1.dtype:
             checks.fail(op, "x", f"dtype {w1.dtype}, that of the weights", x.dtype)
         tokens = x.reshape(-1, self.hidden_size)
-        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        for name, tensor in choices.items():
             if tensor.numel() != tokens.shape[0] * tensor.shape[-1]:
                 expected = f"[..., k] for {tokens.shape[0]} tokens, those of x"
                 checks.fail(op, name, expected, f"shape {list(tensor.shape)}")
+        ids, scores = [each.reshape(-1, each.shape[-1]) for each in choices.values()]
         routing = route(
-            topk_ids.reshape(-1, topk_ids.shape[-1]),
-            topk_weights.reshape(-1, topk_weights.shape[-1]),
+            ids,
+            scores,
             self.num_experts,
             group=self.group_name,
             ep_size=self.ep_size,

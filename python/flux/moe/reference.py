@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from flux import _native
-from flux._memory import padded, taken, wide_type
+from flux._memory import padded, wide_type
 from flux.comm.group import process_group
 from flux.fp8 import scales as fp8
-from flux.ops import all_gather
+from flux.ops import all_gather, grouped_gemm
 from flux.ops.grouped_gemm import activate, expert_product
 
 __all__ = ["moe_mlp"]
@@ -160,26 +160,15 @@ def ag_scatter_gemm(
     x: Tensor, weight: Tensor, routing: Any, activation: str | None = None, *scaling: Any
 ) -> Tensor:
     """flux.moe.ag_scatter_gemm by torch; rows after the last are zero. scaling: as in ops.gemm.reference."""
-    group, scales = process_group(routing.group_name), fp8.given("moe.ag_scatter_gemm", *scaling)
-    everybody = _of_all_ranks(x, routing.max_tokens, group)
+    group, limit = process_group(routing.group_name), routing.max_tokens
+    scales = fp8.given("moe.ag_scatter_gemm", *scaling)
+    everybody = all_gather.reference(padded(x, limit), group)
     if scales is not None:
-        scales = scales.canonical_experts(*weight.shape)
-        of_rows = _of_all_ranks(fp8.of_elements(scales.x, x.shape[0]), routing.max_tokens, group)
-        scales = scales._replace(x=of_rows)
-    bounds = routing.offsets.tolist()
-    columns = weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
-    out = x.new_zeros(routing.rows.shape[0], columns, dtype=fp8.result_dtype(x, scales))
-    tokens = tokens_of_rows(routing.rows, routing.incoming) if routing.max_tokens else routing.rows
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        mine = tokens[first:last].long()
-        product = expert_product(taken(everybody, mine), weight, expert, scales, mine)
-        out[first:last] = activate(product, activation)
-    return out
-
-
-def _of_all_ranks(x: Tensor, limit: int, group: Any) -> Tensor:
-    """The rows of all ranks, of each padded to `limit`."""
-    return all_gather.reference(padded(x, limit), group)
+        of_rows = fp8.of_elements(scales.canonical_experts(*weight.shape).x, x.shape[0])
+        scales = scales._replace(x=all_gather.reference(padded(of_rows, limit), group))
+    tokens = tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    given = (everybody, weight, routing.offsets, tokens, activation, *(scales or ()))
+    return grouped_gemm.reference(*given)
 
 
 def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -14,22 +14,24 @@ from flux import _native
 from flux.calls import argument_types, checks
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
-from flux.comm import registry, repeat
+from flux.comm import cuda, registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace
-from flux.fp8.scales import Scales
-from flux.moe import reference, route_kernel, two_level
+from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, round_up
+from flux.moe import reference, two_level
 from flux.ops.all_gather import all_gather
 from flux.ops.ways import all_gather as gather
-from flux.plan.choose import problem_of
+from flux.plan.choose import Plan, problem_of
 from flux.plan.gemm import plan_all_gather
-from flux.plan.moe import BLOCK_M, MoePlan, plan_layer
+from flux.plan.moe import BLOCK_M
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
-_OP = route_kernel.OP
+_OP = "moe.route"
+_KNOWN = repeat.operator()
+Tensor = torch.Tensor
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Routing(NamedTuple):
@@ -85,6 +87,8 @@ class Routing(NamedTuple):
 
 
 _POSITIONS = Routing._fields.index("positions")
+TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
+ARRAYS = Routing._fields[: TENSORS - 1]
 
 
 def route(
@@ -137,7 +141,7 @@ def route(
     if calls is not None:
         rows = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 0
         most = rows if max_tokens is None else max_tokens
-        done = calls.call(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, most)
+        done = calls.call(_KNOWN, topk_ids, topk_weights, num_experts, ep_size, most)
         if done is not None:
             # Without the function of the class in Python.
             return tuple.__new__(Routing, (*done, num_experts, ep_size, most, rows, calls.group_name))
@@ -149,73 +153,31 @@ def route(
         checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     tokens = topk_ids.shape[0]
     limit = tokens if max_tokens is None else max_tokens
-    direct = may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights)
     arguments = (topk_ids, topk_weights, num_experts, ep_size, limit, name, max_node_tokens)
-    make = functools.partial(_routing, _eager if direct else _op, tokens)
-    return cast(Routing, dispatch(name, topk_ids.device, make, None, arguments))
+    if may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights):
+        made = _eager(*arguments)
+    else:
+        made = dispatch(name, topk_ids.device, _op, None, arguments)
+    return Routing._make([*made, num_experts, ep_size, limit, tokens, name])
 
 
-def _routing(function: Callable[..., Sequence[torch.Tensor]], tokens: int, *arguments: Any) -> Routing:
-    *_, num_experts, ep_size, limit, name, _ = arguments
-    return Routing._make([*function(*arguments), num_experts, ep_size, limit, tokens, name])
-
-
-def make_layout(group: ProcessGroup, num_experts: int, ep_size: int, top_k: int, max_tokens: int) -> Any:
-    """The native layout (flux._core.MoeLayout) of tokens and experts, with checked sizes."""
-    return _layout(group.size(), group.rank(), ep_size, num_experts, top_k, max_tokens)
-
-
-# Cached, because every call needs the layout and it does not change.
+# The native layout (flux._core.MoeLayout) of tokens and experts, with checked sizes. Cached, because every
+# call needs it and it does not change.
 _layout: Any = functools.lru_cache(maxsize=1024)(_native.core.MoeLayout)
 
 
-def layout_of(
-    routing: Sequence[torch.Tensor], num_experts: int, ep_size: int, max_tokens: int, group: ProcessGroup
-) -> Any:
-    """The native layout of a routing."""
-    return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
-
-
-def plan_of(
-    workspace: Workspace,
-    op: str,
-    weight: torch.Tensor,
-    routing: Routing,
-    x_dtype: torch.dtype | None = None,
-    scales: Scales | None = None,
-) -> MoePlan:
-    """The plan of a layer with a weight [experts, n, k]. x_dtype: None: the weight's."""
-    experts, n, k = weight.shape
-    top_k, limit, dtype = routing.positions.shape[2], routing.max_tokens, x_dtype or weight.dtype
-    scaling = None if scales is None else scales.scaling(k)
-    return plan_layer(workspace, op, limit, n, k, dtype, top_k, routing.ep_size, experts, scaling)
+def layout_of(routing: Routing) -> Any:
+    group, top_k = process_group(routing.group_name), routing.positions.shape[2]
+    sizes = (routing.ep_size, routing.num_experts, top_k, routing.max_tokens)
+    return _layout(group.size(), group.rank(), *sizes)
 
 
 def same_routing(routing: Routing) -> Same:
     """The facts of a routing that must be equal on all ranks, besides the plan of a layer."""
-    top_k = routing.positions.shape[2]
+    facts: dict[str, Any] = {"experts": routing.num_experts, "top_k": routing.positions.shape[2]}
     if routing.incoming.shape[1] != routing.max_tokens:  # each node has the weights of its own tokens
-        return {"experts": routing.num_experts, "top_k": top_k, "shares": float(routing.incoming.shape[1])}
-    return {"experts": routing.num_experts, "top_k": top_k, "routing weights": routing.weights}
-
-
-def may_skip_layer_dispatch(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *scales: torch.Tensor | None
-) -> bool:
-    """Whether a layer may bypass torch's dispatcher: see flux.calls.dispatch.may_skip_dispatch."""
-    return (
-        isinstance(routing, Routing)
-        and may_skip_dispatch(x, weight, routing.rows, routing.weights, *scales)
-        and not needs_grad(x, weight, routing.weights)
-    )
-
-
-def check_experts(op: str, routing: Routing, weight: torch.Tensor) -> None:
-    """Checks that a routing fits the experts that a rank holds."""
-    local = routing.num_experts // routing.ep_size
-    if weight.dim() == 3 and weight.shape[0] != local:
-        what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
-        checks.fail(op, "weight", what, f"shape {list(weight.shape)}")
+        return {**facts, "shares": float(routing.incoming.shape[1])}
+    return {**facts, "routing weights": routing.weights}
 
 
 def check_routing(op: str, routing: Routing, device: torch.device) -> None:
@@ -231,9 +193,8 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     tokens, k = routing.num_tokens, routing.positions.shape[-1]
     p = process_group(routing.group_name).size()
     shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
-    workspace = registry.find(process_group(routing.group_name), device)
-    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, routing.ep_size):
-        on_node = two_level.NodeTokens.of_incoming(workspace, routing.max_tokens, routing.incoming)
+    name, incoming = routing.group_name, routing.incoming
+    if (on_node := _on_node(name, routing.ep_size, routing.max_tokens, incoming)) is not None:
         shapes = two_level.shapes(shapes, on_node, k, routing.num_experts // routing.ep_size)
     shapes = (*shapes, shapes[_POSITIONS])
     for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
@@ -243,29 +204,31 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
             checks.fail(op, "routing", f"{name} as flux.moe.route makes it", f"dtype {tensor.dtype}")
 
 
-def tokens_of_rows(routing: Routing) -> torch.Tensor:
+def tokens_of_rows(routing: Routing) -> Tensor:
     """rank * max_tokens + token of each row, int32; for rows after the last one: any valid token."""
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    found: torch.Tensor = _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)
+    found: Tensor = _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)
     return found
 
 
 def _tokens(
-    rows: torch.Tensor, incoming: torch.Tensor, num_experts: int, ep_size: int, max_tokens: int, name: str
-) -> torch.Tensor:
+    rows: Tensor, incoming: Tensor, num_experts: int, ep_size: int, max_tokens: int, name: str
+) -> Tensor:
     # One operator: while torch traces, nobody knows whether the group has several nodes.
-    workspace = registry.find(process_group(name), rows.device)
-    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, ep_size):
-        on_node = two_level.NodeTokens.of_incoming(workspace, max_tokens, incoming)
+    if (on_node := _on_node(name, ep_size, max_tokens, incoming)) is not None:
         return two_level.tokens_of_rows(on_node, rows, incoming)
     return reference.tokens_of_rows(rows, incoming)
 
 
-def _tokens_fake(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    return rows.new_empty(rows.shape)
+def _on_node(name: str, ep_size: int, max_tokens: int, incoming: Tensor) -> two_level.NodeTokens | None:
+    """The tokens of a node's ranks, where a routing is one of each node."""
+    workspace = registry.find(process_group(name), incoming.device)
+    if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, ep_size):
+        return None
+    return two_level.NodeTokens.of_incoming(workspace, max_tokens, incoming)
 
 
-def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+def _check_tensors(topk_ids: Tensor, topk_weights: Tensor) -> None:
     if topk_ids.dim() != 2:
         checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -281,9 +244,7 @@ def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         checks.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
 
 
-def checked_shapes(
-    p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int
-) -> tuple[tuple[int, ...], ...]:
+def checked_shapes(p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int) -> Shapes:
     """Shapes of the arrays of a routing. tokens: number of tokens of this rank."""
     if ep_size < 1 or p % ep_size:
         checks.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
@@ -313,97 +274,77 @@ def checked_shapes(
 _kept_shapes = functools.lru_cache(maxsize=1024)(checked_shapes)
 
 
-def _fake(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    ep_size: int,
-    max_tokens: int,
-    name: str,
-    max_node_tokens: int | None = None,
-) -> list[torch.Tensor]:
-    _check_tensors(topk_ids, topk_weights)
-    group = process_group(name)
-    shapes = checked_shapes(group.size(), num_experts, ep_size, max_tokens, *topk_ids.shape)
-    if max_node_tokens is not None:
-        shapes = _shapes_with_shares(
-            group, topk_ids, num_experts, ep_size, max_tokens, max_node_tokens, shapes
-        )
-    arrays = [topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
-    return [*arrays, topk_ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
+class _Call(NamedTuple):
+    """The arguments of the torch operator."""
+
+    ids: Tensor
+    weights: Tensor
+    num_experts: int
+    ep_size: int
+    max_tokens: int
+    name: str
+    max_node_tokens: int | None = None
+
+    def shapes(self, checked: Callable[..., Shapes]) -> Shapes:
+        """Checks the call; returns the shapes of the arrays, without shares of nodes."""
+        _check_tensors(self.ids, self.weights)
+        sizes = (self.num_experts, self.ep_size, self.max_tokens, *self.ids.shape)
+        return checked(process_group(self.name).size(), *sizes)
 
 
-def _shapes_with_shares(
-    group: ProcessGroup,
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    ep_size: int,
-    max_tokens: int,
-    max_node_tokens: int,
-    flat: tuple[tuple[int, ...], ...],
-) -> tuple[tuple[int, ...], ...]:
+def _fake(*arguments: Any) -> list[Tensor]:
+    call = _Call(*arguments)
+    shapes = call.shapes(checked_shapes)
+    if call.max_node_tokens is not None:
+        shapes = _shapes_with_shares(call, call.max_node_tokens, shapes)
+    arrays = [call.ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
+    return [*arrays, call.ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
+
+
+def _shapes_with_shares(call: _Call, max_node_tokens: int, flat: Shapes) -> Shapes:
     """Shapes while torch traces: those of shares depend on the nodes, so the group must have met before."""
-    two_level.check_max_node_tokens(max_node_tokens, max_tokens)
+    two_level.check_max_node_tokens(max_node_tokens, call.max_tokens)
+    group = process_group(call.name)
     workspace = next(iter(registry.existing(group)), None)
     if workspace is None and group.size() > 1:
         expected = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
         checks.fail(_OP, "max_node_tokens", expected, max_node_tokens)
-    if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, ep_size):
+    if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, call.ep_size):
         return flat
-    on_node = two_level.NodeTokens.of(workspace, max_tokens, max_node_tokens)
-    return two_level.shapes(flat, on_node, topk_ids.shape[1], num_experts // ep_size)
+    on_node = two_level.NodeTokens.of(workspace, call.max_tokens, max_node_tokens)
+    return two_level.shapes(flat, on_node, call.ids.shape[1], call.num_experts // call.ep_size)
 
 
-def _eager(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    ep_size: int,
-    max_tokens: int,
-    name: str,
-    max_node_tokens: int | None = None,
-) -> list[torch.Tensor]:
-    _check_tensors(topk_ids, topk_weights)
-    two_level.check_max_node_tokens(max_node_tokens, max_tokens)
-    group = process_group(name)
-    p, (tokens, k) = group.size(), topk_ids.shape
-    shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
-    if (calls := repeat.of_groups.get(group)) is not None and max_node_tokens is None:
-        done = calls.call_below(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, max_tokens)
-        if done is not None:
-            return list(done)
-    arguments = (topk_ids, topk_weights, group, (num_experts, ep_size, max_tokens), max_node_tokens, shapes)
-    return registry.in_turn(group, topk_ids.device, _among_ranks, *arguments)
+def _eager(*arguments: Any) -> list[Tensor]:
+    call = _Call(*arguments)
+    shapes = call.shapes(_kept_shapes)
+    two_level.check_max_node_tokens(call.max_node_tokens, call.max_tokens)
+    group = process_group(call.name)
+    calls = repeat.of_groups.get(group) if call.max_node_tokens is None else None
+    if calls is not None and (done := calls.call_below(_KNOWN, *call[:5])) is not None:
+        return list(done)
+    return registry.in_turn(group, call.ids.device, _among_ranks, call, group, shapes)
 
 
-def _among_ranks(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    group: ProcessGroup,
-    sizes: tuple[int, int, int],
-    max_node_tokens: int | None,
-    shapes: tuple[tuple[int, ...], ...],
-) -> list[torch.Tensor]:
-    (num_experts, ep_size, max_tokens), p, k = sizes, group.size(), topk_ids.shape[1]
+def _among_ranks(call: _Call, group: ProcessGroup, shapes: Shapes) -> list[Tensor]:
+    p, k, on_gpu = group.size(), call.ids.shape[1], call.ids.is_cuda
     workspace = None
-    if p > 1 and (max_tokens > 0 or not topk_ids.is_cuda):  # else there are no peers, or no tokens
-        workspace = registry.get(group, topk_ids.device, _OP)
-    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, ep_size):
-        return _on_nodes(topk_ids, topk_weights, workspace, sizes, max_node_tokens, shapes)
+    if p > 1 and (call.max_tokens > 0 or not on_gpu):  # else there are no peers, or no tokens
+        workspace = registry.get(group, call.ids.device, _OP)
+    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, call.ep_size):
+        return _on_nodes(call, workspace, shapes)
     if p > MAX_WORLD_SIZE:
         expected = f"at most {MAX_WORLD_SIZE} ranks, or ep_size a multiple of its nodes"
-        checks.fail(_OP, "group", expected, f"{p} ranks and ep_size {ep_size}")
-    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
-    if topk_ids.is_cuda and not isinstance(workspace, NodesWorkspace):
-        on_gpu = cast("CudaWorkspace | None", workspace)
-        plan = route_kernel.plan(layout, topk_ids.device, on_gpu)
+        checks.fail(_OP, "group", expected, f"{p} ranks and ep_size {call.ep_size}")
+    layout = _layout(p, group.rank(), call.ep_size, call.num_experts, k, call.max_tokens)
+    if on_gpu and not isinstance(workspace, NodesWorkspace):
+        of_group = cast("CudaWorkspace | None", workspace)
+        plan = kernel_plan(layout, call.ids.device, of_group)
         if plan.by_flux:
-            alone = registry.known_of_one_rank(group) if p == 1 else None
-            return route_kernel.run(on_gpu, plan, layout, topk_ids, topk_weights, shapes, alone)
-    told = _message(topk_ids, topk_weights, num_experts, max_tokens)
-    everybody = _exchange(told, group, layout)
+            return by_kernel(of_group, plan, layout, call, shapes)
+    everybody = _exchange(_message(call), group, layout)
     # One copy makes both contiguous.
-    parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
+    parts = everybody.view(p, call.max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # .data, so that autograd sees no view, and users may modify it in place like any other tensor.
     weights = parts[0].data
     ids = parts[1].view(torch.int32)
@@ -412,58 +353,111 @@ def _among_ranks(
     return [*route_on_host(layout, ids, shapes), weights]
 
 
-def _on_nodes(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    workspace: NodesWorkspace,
-    sizes: tuple[int, int, int],
-    max_node_tokens: int | None,
-    shapes: tuple[tuple[int, ...], ...],
-) -> list[torch.Tensor]:
+def kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
+    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
+    if workspace is None:
+        return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
+    found: Plan | None = workspace.plans.get((_OP, layout))
+    if found is None:
+        found = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
+        workspace.plans[_OP, layout] = found
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
+    if why_not is None and layout.local_experts > layout.max_route_experts:
+        why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
+    if why_not is None and not layout.route_fits(num_sms):
+        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count beside other kernels"
+    m = layout.world_size * layout.max_tokens
+    common = (_OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
+    if why_not is not None:
+        return Plan(*common, False, "torch", why_not)
+    room = round_up(layout.route_exchange_bytes)
+    reason = "supported by the kernel"
+    return Plan(*common, True, transport, reason, config=layout.ep_size, exchange_bytes=room)
+
+
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def by_kernel(
+    workspace: CudaWorkspace | None, plan: Plan, layout: Any, call: _Call, shapes: Shapes
+) -> list[Tensor]:
+    """Ranks exchange their choices and sort all tokens in one launch."""
+    ids, weights = call.ids.contiguous(), call.weights.float().contiguous()
+    sizes = {"num_experts": call.num_experts, "ep_size": call.ep_size, "max_tokens": call.max_tokens}
+    recipe = repeat.Recipe(_KNOWN, {"topk_ids": call.ids, "topk_weights": call.weights, **sizes})
+    # Separate sizes are faster to parse than a list.
+    arrays = [ids.new_empty(*shape, dtype=torch.int32) for shape in shapes]
+    all_weights = weights.new_empty(*shapes[_POSITIONS])
+    scratch = ids.new_empty(layout.route_scratch_words, dtype=torch.int32)
+    how = (layout.rank, layout.ep_size, layout.num_experts, BLOCK_M)
+    given = (ids, weights, arrays, all_weights, scratch)
+    if workspace is None:
+        enqueue = functools.partial(_kernel, *given, 0, *how)
+        enqueue()
+    else:
+        with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
+            enqueue = functools.partial(_kernel, *given, symm_buffer, *how)
+            enqueue()
+    if recipe.in_place(topk_ids=ids, topk_weights=weights):
+        *used, of_scratch = recipe.allocates_together([*arrays, scratch])
+        recipe.results += used
+        used.append(recipe.returns(all_weights))
+        operands = [[*recipe.numbers("topk_ids", "topk_weights"), *used, of_scratch]]
+        if workspace is not None:
+            workspace.remember(recipe, enqueue, operands)
+        elif layout.world_size == 1:
+            repeat.remember(registry.known_of_one_rank(process_group(call.name)), recipe, enqueue, operands)
+    return [*arrays, all_weights]
+
+
+def _on_nodes(call: _Call, workspace: NodesWorkspace, shapes: Shapes) -> list[Tensor]:
     """Routing on several nodes: choices cross first, then each node routes the tokens of all."""
-    num_experts, ep_size, max_tokens = sizes
+    max_tokens, max_node_tokens, num_experts = call.max_tokens, call.max_node_tokens, call.num_experts
     on_node = two_level.NodeTokens.of(workspace, max_tokens, max_node_tokens)
-    message = _message(topk_ids, topk_weights, num_experts, max_tokens)
+    message = _message(call)
     same: dict[str, float | str] = {"max_tokens": max_tokens, "max_node_tokens": str(max_node_tokens)}
     most = 0 if message.is_cuda else two_level.overflow(message, on_node, num_experts, workspace.node)
     if most:
         same["tokens for another node"] = most
-    plan = two_level.plan_route(workspace, _OP, workspace.world_size * max_tokens, num_experts, ep_size)
+    plan = two_level.plan_route(workspace, workspace.world_size * max_tokens, num_experts, call.ep_size)
     with workspace.calling(plan, same):
         if most:
             checks.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
-        return two_level.route(workspace, message, (num_experts, ep_size), on_node, shapes, _eager)
+        return two_level.route(workspace, message, (num_experts, call.ep_size), on_node, shapes, _eager)
 
 
-def route_on_host(layout: Any, ids: torch.Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+def route_on_host(layout: Any, ids: Tensor, shapes: Shapes) -> list[Tensor]:
     """The arrays of a routing from the experts of all ranks' tokens, int32 [p, max_tokens, k] on the CPU."""
     arrays = [ids.new_empty(shape) for shape in shapes]
     _native.core.moe_route(layout, BLOCK_M, ids.data_ptr(), [array.data_ptr() for array in arrays])
     return arrays
 
 
-def _message(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, max_tokens: int
-) -> torch.Tensor:
+def _message(call: _Call) -> Tensor:
     """The data that a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits.
 
     Missing tokens (up to max_tokens) and invalid expert ids are marked as not routed.
     """
-    tokens, k = topk_ids.shape
+    tokens, k = call.ids.shape
     # Check ids before they are narrowed to 32 bits, which could turn an invalid id into a valid one.
-    known = (topk_ids >= 0) & (topk_ids < num_experts)
-    ids = torch.where(known, topk_ids, -1).int()
-    parts = (topk_weights.float(), ids.view(torch.float32))
-    if tokens == max_tokens:
+    valid = (call.ids >= 0) & (call.ids < call.num_experts)
+    ids = torch.where(valid, call.ids, -1).int()
+    parts = (call.weights.float(), ids.view(torch.float32))
+    if tokens == call.max_tokens:
         return torch.cat(parts, 1)
-    told = parts[0].new_empty(max_tokens, 2 * k)
+    told = parts[0].new_empty(call.max_tokens, 2 * k)
     torch.cat(parts, 1, out=told[:tokens])
     told[tokens:, :k].zero_()
     told.view(torch.int32)[tokens:, k:].fill_(-1)
     return told
 
 
-def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Tensor:
+def _exchange(told: Tensor, group: ProcessGroup, layout: Any) -> Tensor:
     """All-gathers the messages of all ranks, [p * rows, columns]."""
     if group.size() == 1:
         return told
@@ -489,7 +483,10 @@ for _device in ("CPU", "CUDA"):
     library.impl("moe_route", _eager, _device)
     library.impl("moe_tokens_of_rows", _tokens, _device)
 torch.library.register_fake("flux::moe_route", _fake, lib=library)
-torch.library.register_fake("flux::moe_tokens_of_rows", _tokens_fake, lib=library)
+torch.library.register_fake(
+    "flux::moe_tokens_of_rows", lambda rows, *_: rows.new_empty(rows.shape), lib=library
+)
 
 _op: Any = torch.ops.flux.moe_route.default
 _tokens_op: Any = torch.ops.flux.moe_tokens_of_rows.default
+_kernel: Any = torch.ops.flux._moe_route.default

@@ -6,16 +6,21 @@ Gradients of gradients take the formulas: kernels have no derivative but that of
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
+from flux import _native
 from flux._memory import readable, readable_if_any, wide_type
 from flux.calls.schemas import library
-from flux.comm import cuda
+from flux.comm import cuda, repeat
+from flux.moe import reference
 from flux.ops.grouped_gemm import NUMBERS, activate, silu_slope
 
 Tensor = torch.Tensor
+_WEIGHTED_SUM = repeat.operator()
+_MAX_CHOICES: int = _native.core.MOE_MAX_TOP_K
 
 
 def kernel_takes(rows: Tensor, columns: int) -> bool:
@@ -94,6 +99,24 @@ def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: 
     return result
 
 
+def weighted_sum(
+    product: Tensor, positions: Tensor, weights: Tensor, within: repeat.Recipe | None = None
+) -> Tensor:
+    """As reference.weighted_sum; if there is a kernel, in one pass and rounded to the dtype of `product`.
+    within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
+    """
+    if not kernel_takes(product, product.shape[1]) or positions.shape[-1] > _MAX_CHOICES:
+        return reference.weighted_sum(product, positions, weights)
+    out = product.new_empty(*positions.shape[:-1], product.shape[1])
+    enqueue = functools.partial(_combine_kernel, product.contiguous(), positions, weights, out)
+    enqueue()
+    if within is not None and product.is_contiguous():
+        given = {"product": product, "positions": positions, "weights": weights}
+        recipe = repeat.Recipe(_WEIGHTED_SUM, given, within)
+        within.add(recipe, enqueue, [[*recipe.numbers(*given), recipe.returns(out)]], [0], [None])
+    return out
+
+
 def before_end(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [R, ...], with zeros for rows that belong to no expert."""
     here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
@@ -144,26 +167,22 @@ def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation:
     return result.to(grad.dtype)
 
 
-def _gather_fake(x: Tensor, tokens: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(tokens.shape[0], x.shape[1])
-
-
 def _gather_cuda(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None) -> Tensor:
     if not kernel_takes(x, x.shape[1]):
         return _gathered(x, tokens, offsets, scores)
-    out = _gather_fake(x, tokens)
+    out = x.new_empty(tokens.shape[0], x.shape[1])
     _gather_kernel(readable(x), tokens.to(torch.int32), offsets, scores, out)
     return out
 
 
-def _finish_fake(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
+def _dots(rows: Tensor, x: Tensor | None) -> Tensor:
     return rows.new_empty(0 if x is None else rows.shape[0], dtype=wide_type(rows.dtype))
 
 
 def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
     finished, dots = _finished(rows, offsets, scores, x)
     rows.copy_(finished)
-    return _finish_fake(rows, offsets, scores, x) if dots is None else dots
+    return _dots(rows, x) if dots is None else dots
 
 
 def _in_place(rows: Tensor) -> bool:
@@ -177,19 +196,13 @@ def _in_place(rows: Tensor) -> bool:
 def _finish_cuda(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
     if not _in_place(rows):
         return _finish(rows, offsets, scores, x)
-    dots = _finish_fake(rows, offsets, scores, x)
+    dots = _dots(rows, x)
     _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
     return dots
 
 
-def _finish_activation_fake(rows: Tensor, product: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return product.new_empty(product.shape), rows.new_empty(rows.shape[0], dtype=wide_type(rows.dtype))
-
-
-def _finish_activation(
-    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    of_product, x, dots = _finished_activation(rows, product, offsets, scores, activation)
+def _finish_activation(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    of_product, x, dots = _finished_activation(rows, *given)
     rows.copy_(x)
     return of_product, dots
 
@@ -199,7 +212,7 @@ def _finish_activation_cuda(
 ) -> tuple[Tensor, Tensor]:
     if not _in_place(rows):
         return _finish_activation(rows, product, offsets, scores, activation)
-    of_product, dots = _finish_activation_fake(rows, product)
+    of_product, dots = product.new_empty(product.shape), _dots(rows, rows)
     given = (rows, readable(product), offsets, scores)
     _finish_activation_kernel(*given, NUMBERS[activation], of_product, dots)
     return of_product, dots
@@ -217,14 +230,10 @@ def _activate_cuda(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     return out
 
 
-def _activation_grad_fake(grad: Tensor, product: Tensor, *_: Any) -> Tensor:
-    return product.new_empty(product.shape)
-
-
 def _activation_grad_cuda(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     if not kernel_takes(product, grad.shape[1]):
         return _activation_grad(grad, product, offsets, activation)
-    out = _activation_grad_fake(grad, product)
+    out = product.new_empty(product.shape)
     _activation_grad_kernel(readable(grad), readable(product), offsets, NUMBERS[activation], out)
     return out
 
@@ -239,30 +248,35 @@ def _activate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return activation_grad(grad, product, offsets, ctx.activation), None, None
 
 
-for _name, _torch, _cuda, _fake in (
-    ("moe_gather_rows", _gathered, _gather_cuda, _gather_fake),
-    ("moe_finish_rows", _finish, _finish_cuda, _finish_fake),
-    (
-        "moe_finish_activation",
-        _finish_activation,
-        _finish_activation_cuda,
-        _finish_activation_fake,
-    ),
-    ("moe_activate_rows", _activated, _activate_cuda, _activate_fake),
-    ("moe_activation_grad", _activation_grad, _activation_grad_cuda, _activation_grad_fake),
-):
-    library.impl(_name, _torch, "CPU")
-    library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"flux::{_name}", _fake, lib=library)
+def _step(name: str, by_torch: Any, on_gpu: Any, fake: Any) -> Any:
+    """Registers a step's operator, and returns it."""
+    library.impl(f"moe_{name}", by_torch, "CPU")
+    library.impl(f"moe_{name}", on_gpu, "CUDA")
+    torch.library.register_fake(f"flux::moe_{name}", fake, lib=library)
+    return getattr(torch.ops.flux, f"moe_{name}").default
+
+
+_gather_op = _step(
+    "gather_rows", _gathered, _gather_cuda, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1])
+)
+_finish_op = _step("finish_rows", _finish, _finish_cuda, lambda rows, offsets, scores, x: _dots(rows, x))
+_finish_activation_op = _step(
+    "finish_activation",
+    _finish_activation,
+    _finish_activation_cuda,
+    lambda rows, product, *_: (product.new_empty(product.shape), _dots(rows, rows)),
+)
+_activate_op = _step("activate_rows", _activated, _activate_cuda, _activate_fake)
+_activation_grad_op = _step(
+    "activation_grad",
+    _activation_grad,
+    _activation_grad_cuda,
+    lambda grad, product, *_: product.new_empty(product.shape),
+)
 torch.library.register_autograd(
     "flux::moe_activate_rows", _activate_backward, setup_context=_activate_setup, lib=library
 )
-
-_gather_op: Any = torch.ops.flux.moe_gather_rows.default
-_finish_op: Any = torch.ops.flux.moe_finish_rows.default
-_finish_activation_op: Any = torch.ops.flux.moe_finish_activation.default
-_activate_op: Any = torch.ops.flux.moe_activate_rows.default
-_activation_grad_op: Any = torch.ops.flux.moe_activation_grad.default
+_combine_kernel: Any = torch.ops.flux._moe_combine.default
 _gather_kernel: Any = torch.ops.flux._moe_gather_rows.default
 _finish_kernel: Any = torch.ops.flux._moe_finish_rows.default
 _finish_activation_kernel: Any = torch.ops.flux._moe_finish_activation.default

@@ -20,7 +20,7 @@ number of each of the node's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,16 @@ from flux.calls import checks
 from flux.comm import group as groups
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference
-from flux.moe.combine import weighted_sum
+from flux.moe.rows import weighted_sum
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import two_level
 from flux.plan.choose import Plan
-from flux.plan.moe import BLOCK_M, MoePlan, plan_layer
+from flux.plan.moe import BLOCK_M, LayerProblem, MoePlan, plan_layer
 from flux.plan.network_model import TwoLevel
 
 Tensor = torch.Tensor
 _ROUTE = "moe.route"
-# Of a node's routing or layer: tensors, num_experts, ep_size, max_tokens and what else it takes.
-OfNode = Callable[..., Any]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,16 @@ class NodeTokens:
     @classmethod
     def of(cls, workspace: NodesWorkspace, limit: int, max_node_tokens: int | None) -> NodeTokens:
         """Shares only where they make fewer tokens than all of them."""
-        nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
-        share = None if max_node_tokens is None else max(max_node_tokens, 1)
+        nodes, share = workspace.topology.nodes, None if max_node_tokens is None else max(max_node_tokens, 1)
         if share is not None and nodes * share + limit >= nodes * limit:
             share = None
-        return cls(nodes, ranks, limit, share)
+        return cls(nodes, workspace.topology.ranks, limit, share)
 
     @classmethod
     def of_incoming(cls, workspace: NodesWorkspace, limit: int, incoming: Tensor) -> NodeTokens:
         """That of a routing."""
-        nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
-        size = incoming.shape[1]
-        return cls(nodes, ranks, limit, None if size == limit else (size - limit) // nodes)
+        nodes, size = workspace.topology.nodes, incoming.shape[1]
+        return cls(nodes, workspace.topology.ranks, limit, None if size == limit else (size - limit) // nodes)
 
 
 def serves(workspace: NodesWorkspace, ep_size: int) -> bool:
@@ -87,22 +84,7 @@ def serves(workspace: NodesWorkspace, ep_size: int) -> bool:
     return workspace.rail is not None and ep_size % workspace.topology.nodes == 0
 
 
-def bytes_sent(
-    nodes: int, limit: int, top_k: int, hidden: int, itemsize: int, share: int | None
-) -> dict[str, int]:
-    """Bytes that a rank sends to other nodes: routing, tokens of layer 0, sums of layer 1."""
-    words = 4 * (2 * top_k + (share is not None))
-    tokens = (nodes - 1) * (limit if share is None else share)
-    return {
-        "route": tokens * words,
-        "layer0": tokens * hidden * itemsize,
-        "layer1": tokens * hidden * itemsize,
-    }
-
-
-def shapes(
-    flat: tuple[tuple[int, ...], ...], on_node: NodeTokens, k: int, experts: int
-) -> tuple[tuple[int, ...], ...]:
+def shapes(flat: Shapes, on_node: NodeTokens, k: int, experts: int) -> Shapes:
     """Shapes of a routing's tensors, from those of the whole group: without shares they are the same."""
     if on_node.share is None:
         return flat
@@ -119,19 +101,20 @@ def route(
     message: Tensor,
     sizes: tuple[int, int],
     on_node: NodeTokens,
-    flat: tuple[tuple[int, ...], ...],
-    of_node: OfNode,
+    flat: Shapes,
+    of_node: Callable[..., list[Tensor]],
 ) -> list[Tensor]:
     """The tensors of a routing, with the weights.
 
     Args:
-        message: float32 [max_tokens, 2 k], of this rank: weights, then the bits of the experts, -1: not
-        routed. sizes: num_experts, ep_size of the whole group. flat: shapes of the whole group. of_node:
-        (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
+        message: float32 [max_tokens, 2 k], of this rank: weights, then the bits of the experts.
+        sizes: num_experts, ep_size of the whole group.
+        flat: shapes of the whole group.
+        of_node: (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
     """
     k, (num_experts, ep_size) = message.shape[1] // 2, sizes
     experts = num_experts // on_node.nodes
-    places = None
+    places = origin = None
     if on_node.share is None:
         crossed = message.new_empty(on_node.nodes, *message.shape)
         workspace.wait(workspace.rail.gather(message, crossed), "exchange 1 of 1, of routing")
@@ -142,17 +125,10 @@ def route(
     ids = everybody[:, k : 2 * k].contiguous().view(torch.int32)
     first = workspace.node * experts
     here = (ids >= first) & (ids < first + experts)
-    name = groups.name_of(workspace.node_group)
     workspace.inside("routing inside the node")
-    tensors = of_node(
-        torch.where(here, ids - first, -1),
-        everybody[:, :k].contiguous(),
-        experts,
-        ep_size // on_node.nodes,
-        on_node.size,
-        name,
-    )
-    origin = None
+    chosen = torch.where(here, ids - first, -1), everybody[:, :k].contiguous()
+    name = groups.name_of(workspace.node_group)
+    tensors = of_node(*chosen, experts, ep_size // on_node.nodes, on_node.size, name)
     if on_node.share is not None:
         origin = _origins(workspace, everybody[:, 2 * k].contiguous().view(torch.int32), on_node)
     return _to_group(tensors, on_node, origin, places, shapes(flat, on_node, k, num_experts // ep_size))
@@ -209,9 +185,8 @@ def _origins(workspace: NodesWorkspace, numbers: Tensor, on_node: NodeTokens) ->
     there is none. Of the other ranks of the node too.
     """
     share = on_node.share or 0
-    nodes = torch.arange(on_node.size, device=numbers.device) // max(share, 1)
-    nodes = torch.where(nodes < on_node.nodes, nodes, workspace.node)
-    nodes[on_node.nodes * share :] = workspace.node
+    nodes = torch.full((on_node.size,), workspace.node, device=numbers.device)
+    nodes[: on_node.nodes * share] = torch.arange(on_node.nodes, device=nodes.device).repeat_interleave(share)
     ranks = nodes * on_node.ranks + workspace.local
     mine = torch.where(numbers >= 0, ranks * on_node.limit + numbers, -1).int()
     if on_node.ranks == 1:
@@ -224,11 +199,7 @@ def _origins(workspace: NodesWorkspace, numbers: Tensor, on_node: NodeTokens) ->
 
 
 def _to_group(
-    tensors: Sequence[Tensor],
-    on_node: NodeTokens,
-    origin: Tensor | None,
-    places: Tensor | None,
-    wanted: tuple[tuple[int, ...], ...],
+    tensors: list[Tensor], on_node: NodeTokens, origin: Tensor | None, places: Tensor | None, wanted: Shapes
 ) -> list[Tensor]:
     """A node's routing tensors in the shapes of the whole group."""
     offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
@@ -242,10 +213,10 @@ def _to_group(
     else:
         total = nodes * ranks * on_node.limit
         target = torch.where(origin >= 0, origin, total).long().view(-1)
-        of_all = positions.new_full((total + 1, k), -1)
-        positions = of_all.index_copy(0, target, positions.view(-1, k))[:-1].view(wanted[3])
-        none = weights.new_zeros(total + 1, k)
-        weights = none.index_copy(0, target, weights.view(-1, k))[:-1].view(wanted[3])
+        positions, weights = (
+            each.new_full((total + 1, k), none).index_copy(0, target, each.view(-1, k))[:-1].view(wanted[3])
+            for each, none in ((positions, -1), (weights, 0))
+        )
         room = on_node.size - places.shape[1]
         incoming = torch.cat([incoming, torch.nn.functional.pad(places, (0, room), value=-1), origin])
     found = [offsets, _in_front(counts, wanted[1]), rows, positions, incoming, _in_front(received, wanted[5])]
@@ -260,52 +231,59 @@ def _in_front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class OfGroup:
-    """A routing of the whole group, and the node's.
+    """A layer of the whole group, as its node runs it.
 
     Attributes:
         on_node: the tokens of a rank of the node.
-        arguments: the node's tensors, num_experts, ep_size and max_tokens, as a layer takes them.
-        name: of the node's group.
+        places: of each own token in the share of each node; None without shares.
+        routing: the node's flux.moe.Routing.
+        by_flux: whether the node's ranks run the layer fused; if not, nobody does.
     """
 
-    def __init__(
-        self, workspace: NodesWorkspace, tensors: Sequence[Tensor], sizes: tuple[int, int, int]
-    ) -> None:
-        num_experts, ep_size, limit = sizes
-        self._workspace = workspace
-        self.on_node = on_node = NodeTokens.of_incoming(workspace, limit, tensors[4])
-        self.name = groups.name_of(workspace.node_group)
-        self.arguments = (
-            self._of_node(tensors),
-            num_experts // on_node.nodes,
-            ep_size // on_node.nodes,
-            on_node.size,
-        )
-
-    def _of_node(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
-        on_node = self.on_node
-        nodes, ranks, size, k = on_node.nodes, on_node.ranks, on_node.size, positions.shape[-1]
+    def __init__(self, workspace: NodesWorkspace, plan: MoePlan, routing: Any) -> None:
+        """plan: of the whole group."""
+        self.on_node = on_node = NodeTokens.of_incoming(workspace, routing.max_tokens, routing.incoming)
         self.places: Tensor | None = None
+        nodes, ranks, size, k = on_node.nodes, on_node.ranks, on_node.size, routing.positions.shape[-1]
+        positions, weights, incoming = routing.positions, routing.weights, routing.incoming
         if on_node.share is None:
-            by_node = (nodes, ranks, on_node.limit, k)
             positions, weights = (
-                each.view(by_node).transpose(0, 1).reshape(ranks, size, k) for each in (positions, weights)
+                each.view(nodes, ranks, on_node.limit, k).transpose(0, 1).reshape(ranks, size, k)
+                for each in (positions, weights)
             )
             incoming = incoming.view(ranks, size)
         else:
             self.places = incoming[ranks : ranks + nodes, : on_node.limit]
             origin = incoming[ranks + nodes :].long()
-            there = (origin >= 0)[..., None]
-            positions = torch.where(there, positions.view(-1, k)[origin.clamp(min=0)], -1)
-            weights = torch.where(there, weights.view(-1, k)[origin.clamp(min=0)], 0)
+            positions, weights = (
+                torch.where((origin >= 0)[..., None], each.view(-1, k)[origin.clamp(min=0)], none)
+                for each, none in ((positions, -1), (weights, 0))
+            )
             incoming = incoming[:ranks].contiguous()
-        experts = offsets.shape[0] - 1
-        counts = counts.reshape(-1)[: experts * ranks].view(experts, ranks)
-        slices = sent.numel() // max(size, 1)
-        sent, firsts = (each.reshape(slices, size) for each in (sent, firsts))
-        found = [offsets, counts, rows, positions, incoming, received[:ranks], sent, firsts]
-        return [*found, tiles, count, weights]
+        experts, slices = routing.offsets.shape[0] - 1, routing.sent.numel() // max(size, 1)
+        sent, firsts = (each.reshape(slices, size) for each in (routing.sent, routing.firsts))
+        self.routing = routing._replace(
+            counts=routing.counts.reshape(-1)[: experts * ranks].view(experts, ranks),
+            positions=positions,
+            incoming=incoming,
+            received=routing.received[:ranks],
+            sent=sent,
+            firsts=firsts,
+            weights=weights,
+            num_experts=routing.num_experts // nodes,
+            ep_size=routing.ep_size // nodes,
+            max_tokens=size,
+            num_tokens=size,
+            group_name=groups.name_of(workspace.node_group),
+        )
+        sizes = (plan.n, plan.k, plan.dtype, k, self.routing.ep_size, experts, plan.scaling)
+        inner = workspace.inner
+        self.by_flux = inner is None or plan_layer(inner, LayerProblem(plan.op, size, *sizes)).by_flux
+
+
+def of_group(workspace: NodesWorkspace, plan: MoePlan, routing: Any) -> OfGroup | None:
+    """How a node runs its part of a layer, or None if slices of experts span nodes."""
+    return OfGroup(workspace, plan, routing) if serves(workspace, routing.ep_size) else None
 
 
 def tokens_of_rows(on_node: NodeTokens, rows: Tensor, incoming: Tensor) -> Tensor:
@@ -392,22 +370,8 @@ def check_max_node_tokens(value: int | None, limit: int) -> int | None:
     return value
 
 
-def runs_fused(workspace: NodesWorkspace, op: str, weight: Tensor, of: OfGroup, whole: MoePlan) -> bool:
-    """Whether a node's ranks run a layer with a weight [experts, n, k] fused; if not, nobody does. whole: the
-    plan of the whole group.
-    """
-    if workspace.inner is None:
-        return True
-    tensors, num_experts, ep_size, size = of.arguments
-    experts, n, k = weight.shape
-    top_k = tensors[3].shape[-1]
-    sizes = (size, n, k, whole.dtype, top_k, ep_size, experts, whole.scaling)
-    plan: MoePlan = plan_layer(workspace.inner, op, *sizes)
-    return plan.by_flux
-
-
-def plan_route(workspace: NodesWorkspace, op: str, tokens: int, num_experts: int, ep_size: int) -> Plan:
+def plan_route(workspace: NodesWorkspace, tokens: int, num_experts: int, ep_size: int) -> Plan:
     """The facts of a routing on which ranks must agree."""
     levels = TwoLevel(workspace.topology, workspace.engine, "rails", 1, 0, 0, 0.0, 0.0, workspace.links)
-    common = (op, tokens, num_experts, 0, torch.float32, workspace.world_size, False, True)
+    common = (_ROUTE, tokens, num_experts, 0, torch.float32, workspace.world_size, False, True)
     return Plan(*common, workspace.transport, levels.reason, config=ep_size, way="two-level", levels=levels)

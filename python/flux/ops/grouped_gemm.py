@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,24 +21,26 @@ from flux.fp8.wide_product import wide_expert
 from flux.ops.quantize import dequantized
 from flux.plan.choose import PlanInput, can_run_fused
 
+Tensor = torch.Tensor
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/activation.cuh
 NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
+_NAME = "grouped_gemm"
 _OP = repeat.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
     *,
-    rows: torch.Tensor | None = None,
+    rows: Tensor | None = None,
     activation: str | None = None,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Literal["promoted", "fast"] = "promoted",
-) -> torch.Tensor:
+) -> Tensor:
     """activation(x[rows] · weight[e]ᵀ) for the rows of each expert e, accumulated in fp32 and rounded once.
 
     Experts may have any number of rows, none too. Nothing is read on the host, but for types and sizes that
@@ -75,50 +78,105 @@ def grouped_gemm(
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *scaling)
-        done: torch.Tensor | None = repeat.without_group().call(*given)
+        done: Tensor | None = repeat.without_group().call(*given)
         if done is not None:
             return done
     of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
     others = {"offsets": offsets, "rows": rows, "activation": activation}
-    argument_types.check("grouped_gemm", x=x, weight=weight, **others, **of_scales)
+    argument_types.check(_NAME, x=x, weight=weight, **others, **of_scales)
     if scaling:
-        fp8.no_backward("grouped_gemm", x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
-    result: torch.Tensor = _op(x, weight, offsets, rows, activation, *scaling)
+        fp8.no_backward(_NAME, x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
+    result: Tensor = _op(x, weight, offsets, rows, activation, *scaling)
     return result
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    activation: str | None = None,
-    *scaling: Any,
-) -> torch.Tensor:
+class Grouped(NamedTuple):
+    """A call. scales: as they were given; behind its checks, canonical."""
+
+    x: Tensor
+    weight: Tensor
+    offsets: Tensor
+    rows: Tensor | None = None
+    activation: str | None = None
+    scales: Scales | None = None
+
+    @classmethod
+    def of(cls, *arguments: Any, **named: Any) -> Grouped:
+        """A call, of the arguments of the torch operator; those from `rows` on may be missing."""
+        of_scales = {name: named.pop(name) for name in fp8.NAMES if name in named}
+        scales = fp8.given(_NAME, *arguments[5:], **of_scales)
+        return cls(*arguments[:5], **named)._replace(scales=scales)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return fp8.result_dtype(self.x, self.scales)
+
+    def checked(self) -> list[int]:
+        """Checks the call; returns the shape of the result."""
+        x, offsets, rows = self.x, self.offsets, self.rows
+        columns = expert_weight(_NAME, x, self.weight, self.activation, self.scales)
+        experts = self.weight.shape[0]
+        if list(offsets.shape) != [experts + 1]:
+            expected = f"shape [{experts + 1}], one more than experts"
+            checks.fail(_NAME, "offsets", expected, list(offsets.shape))
+        if offsets.dtype != torch.int32:
+            checks.fail(_NAME, "offsets", "dtype int32", offsets.dtype)
+        if rows is not None and rows.dim() != 1:
+            checks.fail(_NAME, "rows", "1 dimension", rows.dim())
+        if rows is not None and rows.dtype not in (torch.int32, torch.int64):
+            checks.fail(_NAME, "rows", "dtype int32 or int64", rows.dtype)
+        for name, tensor in (("offsets", offsets), ("rows", rows)):
+            if tensor is not None and tensor.device != x.device:
+                checks.fail(_NAME, name, f"device {x.device}, that of x", tensor.device)
+        return [(x if rows is None else rows).shape[0], columns]
+
+    def canonical(self) -> Grouped:
+        """With scales as kernels read them."""
+        if self.scales is None:
+            return self
+        return self._replace(scales=self.scales.canonical_experts(*self.weight.shape))
+
+    def gathered(self) -> Grouped:
+        """Of rows in order."""
+        if self.rows is None:
+            return self
+        rows = self.rows.clamp(min=0)  # entries after the last expert's rows may be invalid
+        scales = None if self.scales is None else self.scales._replace(x=self.scales.x_of(rows))
+        return self._replace(x=taken(self.x, rows), rows=None, scales=scales)
+
+
+def reference(*arguments: Any, **named: Any) -> Tensor:
     """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
-    the host. scaling: as in gemm.reference.
+    the host. Arguments of the torch operator; those from `rows` on may be missing.
     """
-    scales = fp8.given("grouped_gemm", *scaling)
-    shape = _checked(x, weight, offsets, rows, activation, scales)
-    out = x.new_zeros(shape, dtype=fp8.result_dtype(x, scales))
-    bounds = _checked_bounds(x, offsets, rows)
-    if scales is not None:
-        scales = scales.canonical_experts(*weight.shape)
+    call = Grouped.of(*arguments, **named)
+    return _by_expert(call.canonical(), call.checked())
+
+
+def _by_expert(call: Grouped, shape: Sequence[int]) -> Tensor:
+    x, rows = call.x, call.rows
+    out = x.new_zeros(shape, dtype=call.dtype)
+    bounds = checked_bounds(_NAME, call.offsets, shape[0])
+    if rows is not None and bounds[-1] > 0:
+        low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
+        if low < 0 or high >= x.shape[0]:
+            checks.fail(_NAME, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = slice(first, last) if rows is None else rows[first:last].long()
         some = x[mine] if isinstance(mine, slice) else taken(x, mine)
-        of_expert = expert_product(some, weight, expert, scales, mine)
-        out[first:last] = activate(of_expert, activation)
+        product = expert_product(some, call.weight, expert, call.scales, mine)
+        out[first:last] = activate(product, call.activation)
     return out
 
 
 def expert_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     expert: int,
     scales: Scales | None,
-    rows: slice | torch.Tensor = slice(None),
-) -> torch.Tensor:
+    rows: slice | Tensor = slice(None),
+) -> Tensor:
     """Rows x [m, k] times the weight of their expert, of weights [experts, n, k], in the wide type. scales:
     canonical, of all rows and experts; rows: which of them these are.
     """
@@ -126,18 +184,7 @@ def expert_product(
     return wide_expert(weight, expert, scales).times(x, scale=scale)
 
 
-def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
-    """Checks the values of offsets and rows; returns the offsets."""
-    op = "grouped_gemm"
-    bounds = checked_bounds(op, offsets, x.shape[0] if rows is None else rows.shape[0])
-    if rows is not None and bounds[-1] > 0:
-        low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
-        if low < 0 or high >= x.shape[0]:
-            checks.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
-    return bounds
-
-
-def checked_bounds(op: str, offsets: torch.Tensor, count: int) -> list[int]:
+def checked_bounds(op: str, offsets: Tensor, count: int) -> list[int]:
     """The offsets of experts' rows, on the host, checked. count: of all rows."""
     bounds: list[int] = offsets.tolist()
     if bounds[0] != 0:
@@ -150,7 +197,7 @@ def checked_bounds(op: str, offsets: torch.Tensor, count: int) -> list[int]:
     return bounds
 
 
-def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
+def activate(product: Tensor, activation: str | None) -> Tensor:
     """The activation of products in their wide type."""
     if activation == "swiglu":
         gate, up = product.chunk(2, dim=-1)
@@ -160,14 +207,14 @@ def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
     return torch.nn.functional.gelu(product) if activation == "gelu" else product
 
 
-def silu_slope(z: torch.Tensor) -> torch.Tensor:
+def silu_slope(z: Tensor) -> Tensor:
     """The derivative of silu, by hand: aten.silu_backward has no derivative itself."""
     sigmoid = z.sigmoid()
     return sigmoid * (1 + z * (1 - sigmoid))
 
 
 def expert_weight(
-    op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None, scales: Scales | None = None
+    op: str, x: Tensor, weight: Tensor, activation: str | None, scales: Scales | None = None
 ) -> int:
     """Checks x [M, K], weight [E, N, K] and the activation; returns the columns of the result."""
     refuse(op)
@@ -200,211 +247,122 @@ def expert_weight(
     return n // 2
 
 
-def _checked(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    activation: str | None,
-    scales: Scales | None = None,
-) -> list[int]:
-    op = "grouped_gemm"
-    columns = expert_weight(op, x, weight, activation, scales)
-    experts = weight.shape[0]
-    if list(offsets.shape) != [experts + 1]:
-        checks.fail(op, "offsets", f"shape [{experts + 1}], one more than experts", list(offsets.shape))
-    if offsets.dtype != torch.int32:
-        checks.fail(op, "offsets", "dtype int32", offsets.dtype)
-    if offsets.device != x.device:
-        checks.fail(op, "offsets", f"device {x.device}, that of x", offsets.device)
-    if rows is None:
-        return [x.shape[0], columns]
-    if rows.dim() != 1:
-        checks.fail(op, "rows", "1 dimension", rows.dim())
-    if rows.dtype not in (torch.int32, torch.int64):
-        checks.fail(op, "rows", "dtype int32 or int64", rows.dtype)
-    if rows.device != x.device:
-        checks.fail(op, "rows", f"device {x.device}, that of x", rows.device)
-    return [rows.shape[0], columns]
+def _fake(*arguments: Any) -> Tensor:
+    call = Grouped.of(*arguments)
+    return call.x.new_empty(call.checked(), dtype=call.dtype)
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    activation: str | None,
-    *scaling: Any,
-) -> torch.Tensor:
-    scales = fp8.given("grouped_gemm", *scaling)
-    shape = _checked(x, weight, offsets, rows, activation, scales)
-    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
+def _cuda(*arguments: Any) -> Tensor:
+    return _on_gpu(Grouped.of(*arguments))
 
 
-def _cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    activation: str | None,
-    *scaling: Any,
-) -> torch.Tensor:
-    return _on_gpu(x, weight, offsets, rows, activation, fp8.given("grouped_gemm", *scaling))
-
-
-def call(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    scales: Scales | None = None,
-    within: repeat.Recipe | None = None,
-) -> torch.Tensor:
-    """grouped_gemm of rows in order, without gradients and without torch's dispatcher. within: of the call
-    that this one is a part of, if that is to be known (flux.comm.repeat).
+def below(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
+    """A call without gradients and without torch's dispatcher. within: of the call that this one is a part
+    of, if that is to be known (flux.comm.repeat).
     """
-    if x.is_cuda:
-        return _on_gpu(x, weight, offsets, None, None, scales, within)
-    return reference(x, weight, offsets, None, None, *(scales or ()))
+    return _on_gpu(call, within) if call.x.is_cuda else _by_expert(call.canonical(), call.checked())
 
 
-def _on_gpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    activation: str | None,
-    scales: Scales | None,
-    within: repeat.Recipe | None = None,
-) -> torch.Tensor:
-    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "offsets": offsets}
-    given |= {"rows": rows, "activation": activation, **fp8.by_name(scales)}
-    recipe = repeat.Recipe(_OP, given, within)
+def _on_gpu(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
+    *operands, scales = call
+    given = {"batch_invariant": _invariance.active(), **dict(zip(call._fields, operands, strict=False))}
+    recipe = repeat.Recipe(_OP, given | fp8.by_name(scales), within)
     if within is None:
-        done: torch.Tensor | None = repeat.without_group().call_below(*recipe.given)
+        done: Tensor | None = repeat.without_group().call_below(*recipe.given)
         if done is not None:
             return done
-    shape, dtype = _checked(x, weight, offsets, rows, activation, scales), fp8.result_dtype(x, scales)
-    if 0 in shape or x.shape[1] == 0:
-        return x.new_zeros(shape, dtype=dtype)
-    if scales is not None:
-        scales = scales.canonical_experts(*weight.shape)
-    if why_not(x, weight.shape[1], shape[1], scales) is None:
-        out = x.new_empty(shape, dtype=dtype)
-        launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
-        return out
-    if rows is not None:
-        # Entries after the last expert's rows may be invalid.
-        rows = rows.clamp(min=0)
-        x = taken(x, rows)
-        scales = None if scales is None else scales._replace(x=scales.x_of(rows))
-    if scales is not None:
-        return unfused_scaled(x, weight, offsets, activation, scales)
-    return unfused(x, weight, offsets, activation)
+    shape = call.checked()
+    if 0 in shape or call.x.shape[1] == 0:
+        return call.x.new_zeros(shape, dtype=call.dtype)
+    call = call.canonical()
+    if _why_not(call, shape[1]) is not None:
+        return unfused(call.gathered())
+    out = call.x.new_empty(shape, dtype=call.dtype)
+    launch(call, out, recipe=recipe)
+    return out
 
 
-def why_not(x: torch.Tensor, n: int, columns: int, scales: Scales | None) -> str | None:
-    """Why the kernel does not support the arguments, or None. columns: of the result, n: of the products."""
+def _why_not(call: Grouped, columns: int) -> str | None:
+    """Why the kernel does not support a call, or None. columns: of the result."""
+    x, scales, k = call.x, call.scales, call.x.shape[1]
     if scales is not None:
-        problem = PlanInput("cuda", 1, columns, x.shape[1], x.dtype, scaling=scales.scaling(x.shape[1]))
-        fused, reason = can_run_fused("grouped_gemm", problem)
-        if fused and scales.x.dim() == 2 and columns < n and columns % fp8.BLOCK:
+        problem = PlanInput("cuda", 1, columns, k, x.dtype, scaling=scales.scaling(k))
+        fused, reason = can_run_fused(_NAME, problem)
+        if fused and scales.x.dim() == 2 and columns < call.weight.shape[1] and columns % fp8.BLOCK:
             return f"halves of {columns} columns share a block's scale"
         return cuda.why_not(x.device) if fused else reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
-    if x.shape[1] % 8 or columns % 8:
-        return f"n, k = {columns}, {x.shape[1]} are not multiples of 8: TMA needs 16-byte aligned rows"
+    if k % 8 or columns % 8:
+        return f"n, k = {columns}, {k} are not multiples of 8: TMA needs 16-byte aligned rows"
     return cuda.why_not(x.device)
 
 
-def schedule_words(num_rows: int, experts: int) -> int:
-    """Number of int32 words of a tile schedule."""
-    return 4 * (num_rows // _BLOCK_M + experts) + 1
-
-
-def readable_weight(weight: torch.Tensor, activation: str | None, scales: Scales | None) -> torch.Tensor:
+def readable_weight(weight: Tensor, activation: str | None, scales: Scales | None) -> Tensor:
     """The weights of experts as the kernels read them: themselves, or a copy."""
     # wgmma takes fp8 along K only, and tiles of transposed weights are not split into gates and ups.
     return aligned_experts(weight, transposed=scales is None and activation != "swiglu")
 
 
 def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor,
-    config: int = -1,
-    num_sms: int = 0,
-    scales: Scales | None = None,
-    recipe: repeat.Recipe | None = None,
+    call: Grouped, out: Tensor, config: int = -1, num_sms: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
-    """Runs checked arguments in the kernel.
+    """Runs a checked call in the kernel.
 
     Args:
         config: id of a tile shape; -1: the cost model chooses.
         recipe: of the call, if it is to be known (flux.comm.repeat).
     """
-    words = schedule_words(out.shape[0], weight.shape[0])
-    schedule = torch.empty(words, dtype=torch.int32, device=x.device)
-    in_order = None if rows is None else rows.to(torch.int32)
-    read = (readable(x), readable_weight(weight, activation, scales), offsets, in_order)
+    x, weight, offsets, rows, activation, scales = call
+    tiles = out.shape[0] // _BLOCK_M + weight.shape[0]  # of four words each, and their number
+    schedule = torch.empty(4 * tiles + 1, dtype=torch.int32, device=x.device)
+    operands = (readable(x), readable_weight(weight, activation, scales), offsets)
+    read = dict(zip(call._fields, (*operands, None if rows is None else rows.to(torch.int32)), strict=False))
     options = (NUMBERS[activation], out, schedule, config, num_sms)
     scaled = fp8.for_kernel(x, scales)
-    enqueue = functools.partial(_kernel, *read, *options, **scaled)
+    enqueue = functools.partial(_kernel, *read.values(), *options, **scaled)
     enqueue()
-    names = ("x", "weight", "offsets", "rows")
-    by_name = dict(zip(names, read, strict=True)) | scaled
-    if recipe is not None and recipe.in_place(**by_name):
+    if recipe is not None and recipe.in_place(**read, **scaled):
         written = [recipe.returns(out), recipe.allocates(schedule)]
-        used = [*recipe.numbers(*names), *written, *recipe.numbers("scale_x", "scale_w")]
+        used = [*recipe.numbers(*read), *written, *recipe.numbers("scale_x", "scale_w")]
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
 
 
-def unfused(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, activation: str | None
-) -> torch.Tensor:
-    """grouped_gemm of sorted rows with torch; on a GPU with torch's grouped GEMM."""
-    if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
-        say_once("grouped GEMMs run unfused, through torch: there is no kernel for them yet")
-        product: torch.Tensor = torch_grouped_mm()(x.contiguous(), weight.transpose(1, 2), offs=offsets[1:])
-        if activation is None:
-            return product
-        return activate(product.float(), activation).to(x.dtype)
-    say_once(
-        f"grouped GEMM of {str(x.dtype).removeprefix('torch.')} with n, k = {weight.shape[1]}, "
-        f"{weight.shape[2]} runs expert by expert and synchronises with the host: torch's takes bfloat16 "
-        "and multiples of 8"
-    )
-    return reference(x, weight, offsets, None, activation)
-
-
-def unfused_scaled(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, activation: str | None, scales: Scales
-) -> torch.Tensor:
-    """unfused of fp8 operands, with canonical scales."""
+def unfused(call: Grouped) -> Tensor:
+    """A call of rows in order with torch; on a GPU with torch's grouped GEMM."""
+    x, weight, offsets, _, activation, scales = call
     experts, n, k = weight.shape
-    by_block = scales.x.dim() == 2
-    if scales.out_dtype == torch.bfloat16 and not (n % 16 or k % 16):
-        if by_block:
-            say_once("grouped GEMMs of block-scaled fp8 run through torch, with operands cast to bfloat16")
-            values = dequantized(x, scales.x, "group128"), dequantized(weight, scales.w, "block128")
-            x, weight = (value.to(torch.bfloat16) for value in values)
-            return unfused(x, weight, offsets, activation)
-        say_once("grouped GEMMs of fp8 that the kernel does not take run through torch")
-        of_x = scales.x.expand(x.shape[0]).contiguous()
-        of_w = (scales.w if scales.w.dim() == 2 else scales.w[:, None].expand(experts, n)).contiguous()
-        operands = (x.contiguous(), weight.transpose(1, 2), of_x, of_w)
-        product: torch.Tensor = torch._scaled_grouped_mm(
-            *operands, offs=offsets[1:], out_dtype=torch.bfloat16, use_fast_accum=scales.accumulate == "fast"
+    shape = [x.shape[0], n // 2 if activation == "swiglu" else n]
+    if scales is None:
+        if x.dtype == torch.bfloat16 and not (n % 8 or k % 8):
+            say_once("grouped GEMMs run unfused, through torch: there is no kernel for them yet")
+            product = torch_grouped_mm()(x.contiguous(), weight.transpose(1, 2), offs=offsets[1:])
+            return _activated(product, activation)
+        say_once(
+            f"grouped GEMM of {str(x.dtype).removeprefix('torch.')} with n, k = {n}, {k} runs expert by "
+            "expert and synchronises with the host: torch's takes bfloat16 and multiples of 8"
         )
-        return product if activation is None else activate(product.float(), activation).bfloat16()
-    say_once(
-        f"grouped GEMM of fp8 to {str(scales.out_dtype).removeprefix('torch.')}, n, k = {n}, {k}, runs "
-        "expert by expert and synchronises with the host: torch's gives bfloat16 and takes multiples of 16"
-    )
-    return reference(x, weight, offsets, None, activation, *scales)
+        return _by_expert(call, shape)
+    if scales.out_dtype != torch.bfloat16 or n % 16 or k % 16:
+        say_once(
+            f"grouped GEMM of fp8 to {str(scales.out_dtype).removeprefix('torch.')}, n, k = {n}, {k}, runs "
+            "expert by expert and synchronises with the host: torch's gives bfloat16 and multiples of 16"
+        )
+        return _by_expert(call, shape)
+    if scales.x.dim() == 2:
+        say_once("grouped GEMMs of block-scaled fp8 run through torch, with operands cast to bfloat16")
+        x, weight = dequantized(x, scales.x, "group128"), dequantized(weight, scales.w, "block128")
+        return unfused(call._replace(x=x.bfloat16(), weight=weight.bfloat16(), scales=None))
+    say_once("grouped GEMMs of fp8 that the kernel does not take run through torch")
+    of_x = scales.x.expand(x.shape[0]).contiguous()
+    of_w = (scales.w if scales.w.dim() == 2 else scales.w[:, None].expand(experts, n)).contiguous()
+    operands = (x.contiguous(), weight.transpose(1, 2), of_x, of_w)
+    how: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": scales.accumulate == "fast"}
+    return _activated(torch._scaled_grouped_mm(*operands, offs=offsets[1:], **how), activation)
+
+
+def _activated(product: Tensor, activation: str | None) -> Tensor:
+    return product if activation is None else activate(product.float(), activation).to(product.dtype)
 
 
 def torch_grouped_mm() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -67,45 +68,35 @@ class MoePlan:
         return self.dtype if self.scaling is None else self.scaling.out_dtype
 
 
-def plan_layer(
-    workspace: Workspace,
-    op: str,
-    max_tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    top_k: int,
-    ep_size: int,
-    experts: int,
-    scaling: Scaling | None = None,
-) -> MoePlan:
+class LayerProblem(NamedTuple):
+    """What the plan of a layer depends on, besides the workspace; experts: of one rank."""
+
+    op: str
+    max_tokens: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    top_k: int
+    ep_size: int
+    experts: int
+    scaling: Scaling | None = None
+
+
+def plan_layer(workspace: Workspace, layer: LayerProblem) -> MoePlan:
     """The plan of layer 0 or 1 on a workspace, made once for each problem."""
-    key = (op, max_tokens, n, k, dtype, top_k, ep_size, experts, scaling)
-    plan = workspace.plans.get(key)
+    plan = workspace.plans.get(layer)
     if plan is None:
-        plan = workspace.plans[key] = _make_plan(workspace, *key)
+        plan = workspace.plans[layer] = _make_plan(workspace, layer)
     assert isinstance(plan, MoePlan)
     return plan
 
 
-def _make_plan(
-    workspace: Workspace,
-    op: str,
-    max_tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    top_k: int,
-    ep_size: int,
-    experts: int,
-    scaling: Scaling | None,
-) -> MoePlan:
+def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
+    op, max_tokens, n, k, dtype, top_k, ep_size, experts, scaling = layer
     p = workspace.world_size
     m = p * max_tokens
-    device = workspace.device.type
     problem = problem_of(workspace, m, n, k, dtype, scaling=scaling)
     fused, reason = can_run_fused(op, problem)
-    itemsize = problem.result_dtype.itemsize
     if fused and workspace.topology is not None:
         fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
@@ -113,10 +104,10 @@ def _make_plan(
         named += f", {scaling.kind} scales"
     if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
         fused, reason = False, found
-    facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
+    plan = MoePlan(op, m, n, k, dtype, p, ep_size, fused, reason, scaling=scaling)
     if not fused:
-        return MoePlan(*facts, scaling=scaling)
-    core, tile, ctas = _native.core, 0, 0
+        return plan
+    core, tile, ctas, itemsize = _native.core, 0, 0, problem.result_dtype.itemsize
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # columns of the rows that ranks exchange
@@ -126,25 +117,22 @@ def _make_plan(
         signals = core.MoeSendOrder(layout).signals
     else:
         rows = m * top_k // ep_size  # expected rows of a rank
-        block_n = BLOCK_N
-        operand_bytes = 2 if scaling is None else 1
+        columns, block_n, operand_bytes = n, BLOCK_N, 2 if scaling is None else 1
         ctas = core.moe_communication_ctas(
             rows, max_tokens, experts, n, k, p, workspace.num_sms, operand_bytes
         )
-        if device == "cuda":
+        if workspace.device.type == "cuda":
             # Count waves on the SMs without communication: an additional wave costs the time of a tile.
             tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas), operand_bytes)
             block_n = core.tile_config(tile).block_n
         chunks = tuple(core.moe_column_chunks(n, block_n))
-        columns = n
         blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.block_rows(max_tokens))
         signals = blocks * len(chunks)
-    slots = core.ag_gemm_layout(m, columns, p)
-    return MoePlan(
-        *facts,
+    slot_bytes = core.ag_gemm_layout(m, columns, p).slot_bytes * itemsize // 2  # it counts in 2-byte elements
+    return replace(
+        plan,
         signal_bytes=round_up(4 * (p - 1) * signals),
-        slot_bytes=round_up(slots.slot_bytes * itemsize // 2),  # `slots` counts in 2-byte elements
-        scaling=scaling,
+        slot_bytes=round_up(slot_bytes),
         chunks=chunks,
         tile=tile,
         communication_ctas=ctas,

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
+from cases import asked_of_one_and_of_several, opcheck, scenario_test
 from dense_calls import differs
 from effort import some
 
@@ -25,7 +25,7 @@ from flux.moe.routing import tokens_of_rows
 from flux.ops import grouped_gemm as grouped
 from flux.ops.quantize import dequantized
 from flux.plan.choose import PlanInput, can_run_fused
-from flux.plan.moe import plan_layer
+from flux.plan.moe import LayerProblem, plan_layer
 from flux.testing import scaled_bound
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import exact_product
@@ -185,14 +185,13 @@ def activations(rank: int, p: int) -> None:
 def torch_sees(rank: int, p: int) -> None:
     case = layouts(p)[2]
     routing = case.route(rank)
-    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
     (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
     how = (scale_x, scale_w, torch.float16, "promoted")
     name = dist.group.WORLD.group_name
-    opcheck(torch.ops.flux.moe_ag_scatter_gemm.default, (x, w, [*routing[:11]], *sizes, None, name, *how))
+    of_routing = ([*routing[:11]], *routing[11:15], None, name)
+    opcheck(torch.ops.flux.moe_ag_scatter_gemm.default, (x, w, *of_routing, *how))
     (h, scale_h), (w2, scale_w2) = case.hidden_rows(rank, len(routing.rows)), case.w2(rank)
-    rest = (*sizes, routing.num_tokens, name, scale_h, scale_w2, torch.float16, "promoted")
-    opcheck(torch.ops.flux.moe_gemm_gather_rs.default, (h, w2, [*routing[:11]], *rest))
+    opcheck(torch.ops.flux.moe_gemm_gather_rs.default, (h, w2, *of_routing, scale_h, scale_w2, *how[2:]))
     with pytest.raises(
         ValueError, match="moe.gemm_gather_rs: scale_x: expected a tensor that needs no gradient"
     ):
@@ -216,20 +215,8 @@ def disagreements(rank: int, p: int) -> None:
     assert both(case, rank) == [""] * 4
 
 
-SCENARIOS = by_name(exact, defects, random_data, activations, torch_sees, disagreements)
-
-
-def run(rank: int, p: int) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, p)
-
-
-answers = Answers(run, timeout_s=400)
-
-
-@pytest.mark.parametrize(("world_size", "scenario"), questions([1, 2, 3, 4], SCENARIOS))
-def test_fp8_experts(world_size: int, scenario: str) -> None:
-    told = answers.of(world_size, scenario)
-    assert told == [""] * world_size, "\n".join(told)
+_SCENARIOS = (exact, defects, random_data, activations, torch_sees, disagreements)
+test_fp8_experts = scenario_test([1, 2, 3, 4], *_SCENARIOS, timeout_s=400)
 
 
 @pytest.mark.parametrize("op", ["grouped_gemm", "moe.ag_scatter_gemm", "moe.gemm_gather_rs"])
@@ -257,7 +244,7 @@ def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: fp8.S
         plans={},
     )
     sizes = (64, 512, 256, dtype, 2, 1, 4)  # tokens, n, k, dtype, top_k, ep_size, experts
-    plan = plan_layer(workspace, "moe.gemm_gather_rs", *sizes, scaling)
+    plan = plan_layer(workspace, LayerProblem("moe.gemm_gather_rs", *sizes, scaling))
     tile = _native.core.tile_config(plan.tile)
     assert plan.by_flux and tile.operand_bytes == dtype.itemsize, (plan, tile)
 
@@ -378,9 +365,10 @@ def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(grouped, "torch_grouped_mm", lambda: grouped_mm)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
-    taken, of_rows = x.view(torch.uint8)[rows.long()].view(E4M3), scales.x_of(rows.long())
-    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, scales._replace(x=of_rows))
+    call = grouped.Grouped(x, how["weight"], offsets, rows, None, scales).gathered()
+    result = grouped.unfused(call)
     assert not differs("products", result, expected)
-    fp16 = scales._replace(x=of_rows, out_dtype=torch.float16)
-    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, fp16)
+    assert call.scales is not None
+    fp16 = call._replace(scales=call.scales._replace(out_dtype=torch.float16))
+    result = grouped.unfused(fp16)
     assert not differs("products", result, expected.half())

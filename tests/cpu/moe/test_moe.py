@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Calls
 from effort import some
 
 import flux
@@ -145,44 +146,6 @@ def test_unfused_gives_the_same(world_size: int) -> None:
     assert told == [""] * world_size
 
 
-def whole_layer(rank: int, world_size: int) -> str:
-    """MoEMLP of every activation and layout against one rank that holds all experts, on normal data."""
-    hidden, intermediate, experts, k = 32, 64, 8, 3
-    for number, (ep_size, activation) in enumerate(
-        [(1, "swiglu"), (world_size, "swiglu"), (1, "gelu"), (world_size, "silu"), (1, None)]
-    ):
-        g = torch.Generator().manual_seed(number)
-        gates = 2 if activation == "swiglu" else 1
-        w1 = torch.randn(experts, gates, intermediate, hidden, generator=g, dtype=torch.float64)
-        w2 = torch.randn(experts, hidden, intermediate, generator=g, dtype=torch.float64)
-        tokens = 20 + 7 * rank
-        x = torch.randn(2, tokens, hidden, generator=g, dtype=torch.float64)
-        weights, ids = torch.rand(2, tokens, experts, generator=g).topk(k)
-        layer = flux.moe.MoEMLP(
-            hidden,
-            intermediate,
-            experts,
-            ep_size=ep_size,
-            activation=activation,
-            max_tokens=2 * (20 + 7 * (world_size - 1)),
-            dtype=torch.float64,
-        )
-        layer.load_state_dict({"w1": w1.flatten(1, 2), "w2": w2})
-        result = layer(x, ids, weights)
-        expected = reference.moe_mlp(
-            x.view(-1, hidden), ids.view(-1, k), weights.view(-1, k), w1.flatten(1, 2), w2, activation
-        )
-        torch.testing.assert_close(result, expected.view(x.shape), atol=1e-9, rtol=1e-9)
-        if not torch.equal(result, layer(x, ids, weights)):
-            return "not bitwise repeatable"
-    return ""
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_moe_mlp_is_the_layer_of_one_rank(world_size: int) -> None:
-    assert spawn(whole_layer, world_size, backend="gloo") == [""] * world_size
-
-
 def torch_sees(rank: int, world_size: int) -> str:
     """opcheck, fakes and torch.compile, in the same order on all ranks."""
     name = dist.group.WORLD.group_name
@@ -193,9 +156,9 @@ def torch_sees(rank: int, world_size: int) -> str:
     torch.library.opcheck(ops.moe_route.default, (ids, weights, 4, 2, 6, name, None))
     routing = flux.moe.route(ids, weights, 4, ep_size=2, max_tokens=6)
     hidden = torch.ones(routing.rows.shape[0], 10)
-    arguments = (list(routing[:11]), 4, 2, 6)
+    arguments = (list(routing[:11]), 4, 2, 6, len(x))
     torch.library.opcheck(ops.moe_ag_scatter_gemm.default, (x, w1, *arguments, "swiglu", name))
-    torch.library.opcheck(ops.moe_gemm_gather_rs.default, (hidden, w2, *arguments, len(x), name))
+    torch.library.opcheck(ops.moe_gemm_gather_rs.default, (hidden, w2, *arguments, None, name))
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         routing = flux.moe.route(ids, weights, 4, group=dist.group.WORLD, ep_size=2, max_tokens=6)
@@ -211,36 +174,35 @@ def test_torch_sees_operators() -> None:
     assert spawn(torch_sees, 2, backend="gloo") == [""] * 2
 
 
+OPERATORS = ["moe_route", "moe_ag_scatter_gemm", "moe_gemm_gather_rs"]
+
+
 def without_dispatcher(rank: int, world_size: int) -> str:
     """Every case through the dispatcher, then past it, as calls on GPUs without gradients go."""
-    modules = [sys.modules[f"flux.moe.{name}"] for name in ("routing", "ag_scatter_gemm", "gemm_gather_rs")]
-    routing_module, layer0_module, layer1_module = modules
-    ops, seen = [module._op for module in modules], []
 
     def go_straight(straight: bool) -> None:
-        routing_module.may_skip_dispatch = lambda *_: straight
-        for module, op in zip(modules, ops, strict=True):
-            name = module.__name__
-            module._op = lambda *args, op=op, name=name: (seen.append(name), op(*args))[1]
+        for module in ("routing", "layer"):
+            sys.modules[f"flux.moe.{module}"].may_skip_dispatch = lambda *_: straight  # type: ignore[attr-defined]
 
     def layer(case: MoeCase, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
         routing = flux.moe.route(ids, weights, case.num_experts, **sizes)
         hidden = case.hidden_rows(rank, routing.rows.shape[0])
-        layer0 = layer0_module.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
-        layer1 = layer1_module.gemm_gather_rs(hidden, case.w2(rank), routing)
+        layer0 = flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
+        layer1 = flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing)
         return [*routing[:11], layer0[: int(routing.offsets[-1])], layer1]
 
     for number, case in enumerate(CASES[world_size]):
         ids, weights = case.routing(rank)
         for given in ((ids, weights), (ids.int(), weights.bfloat16()), (ids.t().contiguous().t(), weights)):
             go_straight(False)
-            dispatched = layer(case, *given)
-            called, seen[:] = list(seen), []
+            with Calls() as calls:
+                dispatched = layer(case, *given)
             go_straight(True)
-            direct = layer(case, *given)
-            if called != [module.__name__ for module in modules] or seen:
-                return f"case {number}: the dispatcher saw {called}, then {seen}"
+            with Calls() as later:
+                direct = layer(case, *given)
+            if calls.names != OPERATORS or later.names:
+                return f"case {number}: the dispatcher saw {calls.names}, then {later.names}"
             wrong = "; ".join(filter(None, map(differ, direct, dispatched)))
             if wrong:
                 return f"case {number}: {wrong}"
@@ -250,13 +212,14 @@ def without_dispatcher(rank: int, world_size: int) -> str:
     # What needs a gradient goes through the dispatcher, unless nobody asks for it.
     ids, weights = case.routing(rank)
     weights.requires_grad_()
-    with torch.no_grad():
+    with torch.no_grad(), Calls() as calls:
         direct = layer(case, ids, weights)
-    if seen or any(t.requires_grad for t in direct):
-        return f"without gradients the dispatcher saw {seen}"
-    direct = layer(case, ids, weights)
-    if len(seen) != 3 or not (direct[10].requires_grad and direct[-1].requires_grad):
-        return f"with gradients the dispatcher saw {seen}"
+    if calls.names or any(t.requires_grad for t in direct):
+        return f"without gradients the dispatcher saw {calls.names}"
+    with Calls() as calls:
+        direct = layer(case, ids, weights)
+    if len(calls.names) != 3 or not (direct[10].requires_grad and direct[-1].requires_grad):
+        return f"with gradients the dispatcher saw {calls.names}"
     return ""
 
 

@@ -58,14 +58,14 @@ def test_torch_s_grouped_gemm_gives_the_same(
     monkeypatch.setattr(_log, "_said", set())
     x, weight = integers(10, K).bfloat16(), integers(E, N, K).bfloat16()
     for _ in range(2):
-        result = ops.unfused(x, weight, OFFSETS, None)
+        result = ops.unfused(ops.Grouped(x, weight, OFFSETS))
         assert torch.equal(result[:8].double(), by_expert(x, weight))
-    swiglu = ops.unfused(x, weight, OFFSETS, "swiglu")[:8]
+    swiglu = ops.unfused(ops.Grouped(x, weight, OFFSETS, None, "swiglu"))[:8]
     torch.testing.assert_close(swiglu, flux.grouped_gemm(x, weight, OFFSETS, activation="swiglu")[:8])
     assert [r.message for r in caplog.records] == [
         "grouped GEMMs run unfused, through torch: there is no kernel for them yet"
     ]
-    odd = ops.unfused(x.half(), weight.half(), OFFSETS, None)
+    odd = ops.unfused(ops.Grouped(x.half(), weight.half(), OFFSETS))
     assert torch.equal(odd[:8].double(), by_expert(x, weight))
     assert "float16" in caplog.records[-1].message and "synchronises" in caplog.records[-1].message
 

@@ -20,7 +20,7 @@ import flux
 from flux._native import core
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Disagreement
-from flux.moe.combine import weighted_sum
+from flux.moe.rows import weighted_sum
 from flux.ops.ways import int8_sum
 from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import spawn

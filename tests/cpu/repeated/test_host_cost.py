@@ -24,7 +24,7 @@ from flux import moe
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts
 from flux.measured.times import Tuning
-from flux.moe import route_kernel
+from flux.moe import routing
 from flux.ops import grouped_gemm
 
 HERE = str(Path(__file__).parents[2])
@@ -119,7 +119,7 @@ def test_what_this_rank_s_part_of_experts_costs_the_host(
 ) -> None:
     """Four kernels, of which one call repeats two."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(route_kernel, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(routing, "_num_sms", lambda device: 132)
     monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
     given = tensor(8, 64), ids, weights, tensor(4, 32, 64), tensor(4, 64, 16)

@@ -14,7 +14,7 @@ from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts, summed_experts
 from flux.measured.times import Tuning
-from flux.moe import reference, route_kernel, routing
+from flux.moe import reference, routing
 from flux.ops import grouped_gemm
 from flux.ops.ways.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
 from flux.plan.gemm import COPY_FROM_BYTES
@@ -30,7 +30,7 @@ OWN_KERNELS = ["moe_route", "grouped_gemm", "grouped_gemm", "moe_combine"]
 @pytest.fixture
 def on_gpu(gemms: Any, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(route_kernel, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(routing, "_num_sms", lambda device: 132)
     # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
     monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
 

@@ -13,7 +13,7 @@ from flux import moe
 from flux._native import core
 from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
-from flux.moe import route_kernel, routing
+from flux.moe import routing
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -21,12 +21,13 @@ pytest_plugins = ("repeated",)  # fixtures
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace: CudaWorkspace) -> None:
     group: Any = dist.group.WORLD
-    layout = routing.make_layout(group, 4, 1, 2, 8)
+    layout = core.MoeLayout(2, 0, 1, 4, 2, 8)
     shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
     ids, weights = tensor(8, 2, dtype=ids_dtype), tensor(8, 2, dtype=torch.float32)
-    plan = route_kernel.plan(layout, ids.device, workspace)
+    plan = routing.kernel_plan(layout, ids.device, workspace)
     assert plan.by_flux
-    made = route_kernel.run(workspace, plan, layout, ids, weights, shapes)
+    call = routing._Call(ids, weights, 4, 1, 8, group.group_name)
+    made = routing.by_kernel(workspace, plan, layout, call, shapes)
     found = moe.route(ids, weights, 4)
     assert [(t.shape, t.dtype) for t in found[:11]] == [(t.shape, t.dtype) for t in made]
     assert found[11:] == (4, 1, 8, 8, group.group_name)
@@ -47,7 +48,7 @@ def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace
 def test_routing_leaves_sms_to_kernels_that_wait_for_peers(ranks: int, top_k: int, tokens: int) -> None:
     for more, fused in ((0, True), (1, False)):
         layout = core.MoeLayout(ranks, 0, 1, 8, top_k, tokens + more)
-        plan = route_kernel._make_plan(layout, None, 132, "stores")
+        plan = routing._make_plan(layout, None, 132, "stores")
         assert plan.by_flux == fused == (layout.route_ctas <= 132 - 32)
         assert fused or f"{tokens + 1} tokens on each rank, more than the GPU can count" in plan.reason
 
@@ -77,10 +78,7 @@ def test_arrays_of_a_known_routing_share_one_block(
             assert array.shape == like.shape and (array == 10 * number + value).all()
     # Scratch memory follows the arrays, and ends with the block.
     *_, scratch = machine.repeated[-1][1]
-    block, layout = (
-        known_ones[-1].offsets.untyped_storage(),
-        routing.make_layout(dist.group.WORLD, 4, 1, 2, 8),
-    )
+    block, layout = known_ones[-1].offsets.untyped_storage(), core.MoeLayout(2, 0, 1, 4, 2, 8)
     end = max(t.data_ptr() + t.nbytes for t in known_ones[-1][:10])
     assert scratch is not None and end <= scratch
     assert scratch + 4 * layout.route_scratch_words <= block.data_ptr() + block.nbytes()

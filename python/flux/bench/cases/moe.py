@@ -20,9 +20,9 @@ from flux.bench.suites import Problem, Request, one_of
 from flux.comm import registry
 from flux.comm.workspace import Workspace
 from flux.fp8.scales import Scales
-from flux.moe import routing as routings
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
+from flux.moe.layer import Layer, plan_of
 from flux.plan.moe import MoePlan
 from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.data import EXACT_LIMIT
@@ -252,13 +252,9 @@ def prepare(problem: Problem, context: Context) -> Lineup:
         lineup.add_call(IN_16_BITS, "peer", call_of(op, wide))
         scales = Scales(x.scale, weight.scale, context.dtype, "promoted")
     laid_out = scales and scales.canonical_experts(*values(weight).shape)
-
-    def in_parts() -> Tensor:
-        if op == "moe_layer0":
-            return layer0_in_parts(values(x), values(weight), routing, None, laid_out)
-        return layer1_in_parts(values(x), values(weight), routing, laid_out)
-
-    lineup.add_call(in_way("parts"), "parts", in_parts)
+    in_parts = layer0_in_parts if op == "moe_layer0" else layer1_in_parts
+    call = Layer(values(x), values(weight), routing, scales=laid_out)
+    lineup.add_call(in_way("parts"), "parts", lambda: in_parts(call))
     moe_peers.layer(lineup, op == "moe_layer0", *inputs)
     _, plan = planned(op, inputs, context, scales)
     lineup.plan = plan_dict(plan)
@@ -272,9 +268,8 @@ def planned(
     """How flux runs a layer, and where."""
     x, weight, routing = inputs
     workspace = registry.get(context.ranks, context.device, _PLANNED[op])
-    return workspace, routings.plan_of(
-        workspace, _PLANNED[op], values(weight), routing, values(x).dtype, scales
-    )
+    call = Layer(values(x), values(weight), routing, scales=scales)
+    return workspace, plan_of(workspace, _PLANNED[op], call)
 
 
 def _quantized(inputs: Inputs, scales: str) -> Inputs:

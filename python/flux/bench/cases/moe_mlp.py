@@ -21,6 +21,7 @@ from flux.bench.suites import Problem, Request
 from flux.moe import reference
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
+from flux.moe.layer import Layer
 from flux.testing.compare import agree
 
 _ACTIVATION = "swiglu"
@@ -77,7 +78,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
 
     def in_parts() -> Tensor:
         of_call = moe.route(problem, context, ids, weights)
-        return layer1_in_parts(layer0_in_parts(x, w1, of_call, _ACTIVATION), w2, of_call)
+        rows = layer0_in_parts(Layer(x, w1, of_call, _ACTIVATION))
+        return layer1_in_parts(Layer(rows, w2, of_call))
 
     def ours() -> Tensor:
         return _call(x, w1, w2, ids, weights, problem, context)

@@ -24,7 +24,7 @@ from flux.bench.cases.common import (
 from flux.bench.cases.operands import Operand, Scaled, gathering, moved, values
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
-from flux.moe.combine import weighted_sum
+from flux.moe.rows import weighted_sum
 from flux.testing.compare import agree, require
 
 grouped_mm: Any = torch._grouped_mm

@@ -18,8 +18,8 @@ from flux._log import say_once
 from flux._memory import padded
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
-from flux.moe.autograd import TENSORS, OfWeights, TokensOf, layer0_grads, layer1_grads, own_scores_grad
-from flux.moe.routing import Routing, tokens_of_rows
+from flux.moe.autograd import OfWeights, TokensOf, Wanted, layer0_grads, layer1_grads, own_scores_grad
+from flux.moe.routing import TENSORS, Routing, tokens_of_rows
 from flux.moe.rows import activate_rows
 from flux.ops import autocast
 from flux.ops.all_gather import all_gather
@@ -116,16 +116,15 @@ class _Layer(torch.autograd.Function):
         of_weights: OfWeights | None = partial(_of_weights, ctx.collecting) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:
             of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
+        wanted = Wanted(needs_x, needs_scores, of_weights, ctx.tokens_of)
         of_scores: Tensor | None = None
         if ctx.number:
-            of_x, made, of_all = layer1_grads(
-                grad, x, weight, routing, needs_x, needs_scores, of_weights, ctx.activation, ctx.tokens_of
-            )
+            of_x, made, of_all = layer1_grads(grad, x, weight, routing, wanted, ctx.activation)
             if of_all is not None:
                 of_scores = own_scores_grad(of_all, routing.group_name, routing.num_tokens, scores.dtype)
         else:
-            given = (grad, x if of_weights else None, weight, routing, None, needs_x, of_weights)
-            of_x, made = layer0_grads(*given, distinct=True, tokens_of=ctx.tokens_of)
+            given = x if of_weights else None
+            of_x, made = layer0_grads(grad, given, weight, routing, wanted, distinct=True)
         return None, None, None, of_x, of_scores, *(made or [None] * len(needs))
 
 

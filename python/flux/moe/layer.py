@@ -1,0 +1,250 @@
+"""What both layers of a mixture of experts share: a call, and its way from the public function, or from
+torch's dispatcher, to what runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _invariance
+from flux.calls import argument_types, checks
+from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.schemas import library
+from flux.comm import registry, repeat
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.group import process_group
+from flux.comm.workspace import Workspace
+from flux.fp8 import scales as fp8
+from flux.fp8.scales import Scales
+from flux.fp8.wide_product import WideWeight, wide_expert
+from flux.moe.routing import ARRAYS, TENSORS, Routing, check_routing, layout_of, same_routing
+from flux.ops import grouped_gemm
+from flux.ops.ways import int8_sum
+from flux.plan.moe import LayerProblem, MoePlan, plan_layer
+
+Tensor = torch.Tensor
+
+
+class Layer(NamedTuple):
+    """A call of layer 0 or 1. scales: as they were given; for the ways, canonical."""
+
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    activation: str | None = None
+    scales: Scales | None = None
+    wire: str | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        return process_group(self.routing.group_name)
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.weight.shape[1] // (2 if self.activation == "swiglu" else 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return fp8.result_dtype(self.x, self.scales)
+
+    def wide_weights(self) -> list[WideWeight]:
+        """Each expert's, for CPUs."""
+        return [wide_expert(self.weight, expert, self.scales) for expert in range(self.weight.shape[0])]
+
+    def readable_weight(self) -> Tensor:
+        return grouped_gemm.readable_weight(self.weight, self.activation, self.scales)
+
+
+# Of a workspace, the plan, a call, its epoch on CPUs, and how it is repeated. Alone, a call has no workspace.
+Way = Callable[[Any, Any, Layer, int, repeat.Recipe], Tensor]
+
+
+class Operator(NamedTuple):
+    """One of the layers.
+
+    Attributes:
+        name: in messages.
+        number: of its known calls (flux.comm.repeat.operator).
+        of_tokens: x has a row for each token, and the result one for each of a routing's rows; else the other
+            way round.
+        ways: "alone" (in a group of one rank), "torch", "kernel" (GPUs), "protocol" (CPUs) and "nodes".
+    """
+
+    name: str
+    number: int
+    of_tokens: bool
+    ways: Mapping[str, Way]
+
+    def rows(self, routing: Routing) -> tuple[int, int]:
+        """Of x and of the result."""
+        tokens, rows = routing.num_tokens, routing.rows.shape[0]
+        return (tokens, rows) if self.of_tokens else (rows, tokens)
+
+    @property
+    def torch_operator(self) -> str:
+        return self.name.replace(".", "_")
+
+
+def known(
+    op: int,
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    activation: str | None,
+    scaling: tuple[Any, ...],
+    below: bool = False,
+) -> Tensor | None:
+    """The result of a known call of a layer (flux.comm.repeat), or None. scaling: as fp8.arguments
+    returns it. below: below torch's dispatcher.
+    """
+    if torch.compiler.is_compiling() or type(routing) is not Routing:
+        return None
+    calls = repeat.of(routing.group_name)
+    if calls is None:
+        return None
+    ask = calls.call_below if below else calls.call
+    options = (activation, _invariance.active(), *scaling)
+    return cast("Tensor | None", ask(op, x, weight, *routing[:15], *options))
+
+
+def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
+    """A call of a public function, without its scales, that C++ does not know."""
+    x, weight, routing, activation, _, wire = call
+    direct = (
+        isinstance(routing, Routing)
+        and may_skip_dispatch(x, weight, routing.rows, routing.weights, *scaling[:2])
+        and not needs_grad(x, weight, routing.weights)
+    )
+    of_scales = dict(zip(fp8.NAMES, scaling, strict=False))
+    if not direct or scaling or wire is not None:
+        argument_types.check(op.name, x=x, weight=weight, activation=activation, wire=wire, **of_scales)
+        check_routing(op.name, routing, x.device)
+    if scaling:
+        tensors = {"x": x, "weight": weight, "routing": routing.weights}
+        fp8.no_backward(op.name, **tensors, scale_x=scaling[0], scale_w=scaling[1])
+    local = routing.num_experts // routing.ep_size
+    if weight.dim() == 3 and weight.shape[0] != local:
+        what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
+        checks.fail(op.name, "weight", what, f"shape {list(weight.shape)}")
+    rows, _ = op.rows(routing)
+    if x.dim() == 2 and x.shape[0] != rows:
+        what = "tokens, as topk_ids had" if op.of_tokens else "rows, as ag_scatter_gemm returns them"
+        checks.fail(op.name, "x", f"{rows} {what}", f"shape {list(x.shape)}")
+    if direct:
+        return run(op, call._replace(scales=fp8.given(op.name, *scaling)))
+    name, fn = routing.group_name, getattr(torch.ops.flux, op.torch_operator).default
+    arguments = (x, weight, routing[:TENSORS], *routing[TENSORS:-1], activation, name)
+    if wire is not None:  # after the scales, of which all are given then
+        scaling = (*(scaling or (None, None, None, "promoted")), wire)
+    return cast(Tensor, dispatch(name, x.device, fn, None, arguments, None, scaling))
+
+
+def _of_arguments(op: Operator, x: Tensor, weight: Tensor, tensors: list[Tensor], *rest: Any) -> Layer:
+    """A call, of the arguments of the torch operator."""
+    sizes, (activation, name), of_scales, wire = rest[:4], rest[4:6], rest[6:10], rest[10:]
+    scales = fp8.given(op.name, *of_scales)
+    return Layer(x, weight, Routing._make([*tensors, *sizes, name]), activation, scales, *wire)
+
+
+def _eager(op: Operator, *arguments: Any) -> Tensor:
+    return below(op, _of_arguments(op, *arguments))
+
+
+def _fake(op: Operator, *arguments: Any) -> Tensor:
+    call = _of_arguments(op, *arguments)
+    _check(op, call)
+    return call.x.new_empty(op.rows(call.routing)[1], call.columns, dtype=call.dtype)
+
+
+def _check(op: Operator, call: Layer) -> None:
+    grouped_gemm.expert_weight(op.name, call.x, call.weight, call.activation, call.scales)
+    int8_sum.check(op.name, call.wire, call.dtype)
+
+
+def below(op: Operator, call: Layer) -> Tensor:
+    """A call without gradients and without torch's dispatcher."""
+    x, weight, routing, activation, scales, wire = call
+    given = (op.number, x, weight, routing, activation, scales or ())
+    if wire is None and (done := known(*given, below=True)) is not None:
+        return done
+    return run(op, call)
+
+
+def run(op: Operator, call: Layer) -> Tensor:
+    """As below, of a call that C++ does not know."""
+    _check(op, call)
+    group, of_routing = call.group, dict(zip(Routing._fields, call.routing[:15], strict=False))
+    given = {"x": call.x, "weight": call.weight, **of_routing, "activation": call.activation}
+    given |= {"batch_invariant": _invariance.active(), **fp8.by_name(call.scales)}
+    recipe = repeat.Recipe(op.number, given)
+    if call.scales is not None:
+        call = call._replace(scales=call.scales.canonical_experts(*call.weight.shape))
+    if group.size() == 1:
+        return op.ways["alone"](None, None, call, 0, recipe)
+    return registry.in_turn(group, call.x.device, _among_ranks, op, call, group, recipe)
+
+
+def _among_ranks(op: Operator, call: Layer, group: ProcessGroup, recipe: repeat.Recipe) -> Tensor:
+    workspace = registry.get(group, call.x.device, op.name)
+    plan = plan_of(workspace, op.name, call)
+    way = workspace.carrier if plan.by_flux or workspace.topology is not None else "torch"
+    if call.wire is not None:
+        plan, way = int8_sum.planned(plan, workspace, call.routing.max_tokens, call.columns), "torch"
+    same = {"activation": call.activation, **same_routing(call.routing), **int8_sum.same(call.wire)}
+    with workspace.calling(plan, same) as epoch:
+        return op.ways[way](workspace, plan, call, epoch, recipe)
+
+
+def plan_of(workspace: Workspace, op: str, call: Layer) -> MoePlan:
+    routing, (experts, n, k) = call.routing, call.weight.shape
+    scaling = None if call.scales is None else call.scales.scaling(k)
+    sizes = (routing.max_tokens, n, k, call.x.dtype, routing.positions.shape[2], routing.ep_size, experts)
+    return plan_layer(workspace, LayerProblem(op, *sizes, scaling))
+
+
+def remember(
+    workspace: Any, recipe: repeat.Recipe, enqueue: Callable[[], object], read: dict[str, Any], *others: int
+) -> None:
+    """Lets C++ repeat a launch that reads these operands in place. others: its operands after the routing."""
+    if recipe.in_place(**read):
+        used = [*recipe.numbers("x", "weight", *ARRAYS), *others]
+        workspace.remember(recipe, enqueue, [used + recipe.numbers("scale_x", "scale_w")])
+
+
+class Slots:
+    """The slots of ranks on CPUs, [max_tokens, columns] of each source on each owner, and their signals."""
+
+    def __init__(
+        self, op: str, workspace: CpuWorkspace, routing: Routing, epoch: int, columns: int, dtype: torch.dtype
+    ) -> None:
+        self._op, self._workspace, self._epoch, self._dtype = op, workspace, epoch, dtype
+        self.layout = layout_of(routing)
+        self._shape = self.layout.max_tokens, columns
+
+    def of(self, owner: int, source: int) -> Tensor:
+        count = self._shape[0] * self._shape[1]
+        offset = self.layout.slot_index(source, owner) * count * self._dtype.itemsize
+        return self._workspace.slot(owner, self._epoch, offset, count, self._dtype).view(self._shape)
+
+    def signal(self, owner: int, number: int) -> None:
+        slot = self.layout.slot_index(self.layout.rank, owner)
+        self._workspace.signal(owner, slot, number, self._epoch)
+
+    def wait(self, source: int, number: int, what: int) -> None:
+        slot = self.layout.slot_index(source, self.layout.rank)
+        self._workspace.wait(self._op, source, slot, number, what)
+
+
+def register(op: Operator) -> None:
+    """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
+    for device in ("CPU", "CUDA"):
+        library.impl(op.torch_operator, functools.partial(_eager, op), device)
+    fake = functools.partial(_fake, op)
+    torch.library.register_fake(f"flux::{op.torch_operator}", fake, lib=library)
