@@ -51,14 +51,11 @@ def register() -> None:
 
 def _tell(result: object, *args: Any, **kwargs: Any) -> None:
     """Hook after a process has decided whether its model is sequence parallel."""
-    enabled = importlib.import_module(_SEQUENCE_PARALLELISM).layernorm_sp_enabled()
-    if enabled:
+    if importlib.import_module(_SEQUENCE_PARALLELISM).layernorm_sp_enabled():
         say_once("flux: SGLang: prefill is sequence parallel; its bias-free 16-bit linear layers run on flux")
     else:
-        say_once(
-            "flux: SGLang: not used, because the model is not sequence parallel (--enable-layernorm-sp)",
-            logging.INFO,
-        )
+        why = "the model is not sequence parallel (--enable-layernorm-sp)"
+        say_once(f"flux: SGLang: not used, because {why}", logging.INFO)
 
 
 def _all_reduce(stock: Callable[..., Any], group: Any, x: torch.Tensor) -> Any:

@@ -52,9 +52,7 @@ _FLUX = frozenset(_REPLACEMENTS.values())
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 # Stand-ins if Transformer Engine is missing.
 _OF_TRANSFORMER_ENGINE = tuple(
-    cls
-    for name, cls in vars(te).items()
-    if isinstance(cls, type) and name.startswith("TE") and "Linear" in name
+    cls for name, cls in vars(te).items() if isinstance(cls, type) and name[:2] == "TE" and "Linear" in name
 )
 
 

@@ -12,17 +12,32 @@ Results are fresh tensors.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 
 import flux
 from flux.ops.all_gather import awaited
 
+P = ParamSpec("P")
 Tensor = torch.Tensor
 Scales = tuple[Tensor, Tensor]
 
 
+def _without_gradients(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """As torch.no_grad(), which takes longer to enter than to look whether that is needed."""
+    within: Callable[P, Tensor] = torch.no_grad()(function)
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **others: P.kwargs) -> Tensor:
+        return (within if torch.is_grad_enabled() else function)(*arguments, **others)
+
+    return call
+
+
+@_without_gradients
 def summed_experts(
     x: Tensor,
     topk_ids: Tensor,
@@ -50,6 +65,7 @@ def summed_experts(
     return everything if share * world_size == tokens else everything[:tokens]
 
 
+@_without_gradients
 def experts_of_own_rows(
     x: Tensor,
     topk_ids: Tensor,
@@ -74,6 +90,7 @@ def experts_of_own_rows(
     return flux.moe.gemm_gather_rs(hidden, w2, routing, **how)
 
 
+@_without_gradients
 def own_experts(
     x: Tensor,
     topk_ids: Tensor,

@@ -406,14 +406,9 @@ class _Rewriting:
         """Gives all rows of a residual to users that do not know of shards."""
         know = {*calls_of(self.graph, *SCATTERS.values(), *_GATHERS)}
         for total in calls_of(self.graph, *SCATTERS.values()):
-            others = [
-                user
-                for user in total.users
-                if user.target != "size"  # is the same
-                if user not in know
-                or user.all_input_nodes.count(total) > 1
-                or argument_of(user, "residual") is not total
-            ]
+            once = {user for user in know if user.all_input_nodes.count(total) == 1}
+            knows = {user for user in once if argument_of(user, "residual") is total}
+            others = [user for user in total.users if user not in knows and user.target != "size"]
             if others:
                 with self.graph.inserting_after(total):
                     given = (total, self.from_tokens, self.group_name)
