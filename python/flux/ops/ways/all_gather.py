@@ -99,7 +99,8 @@ def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_
 def _by_sms(problem: PlanInput) -> Plan | None:
     """The plan of a gather that copy engines would carry, and SMs are to; None for others."""
     shard = problem.m // problem.world_size * problem.k * problem.dtype.itemsize
-    if problem.topology is not None or problem.tuning.forced is not None or shard > AWAITED_BY_SMS_BYTES:
+    by_kernel = problem.tuning.forced in (None, "kernel")
+    if problem.topology is not None or not by_kernel or shard > AWAITED_BY_SMS_BYTES:
         return None
     plan = PLANNERS["all_gather"](problem)
     if not plan.copied:
