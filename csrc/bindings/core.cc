@@ -24,6 +24,7 @@
 #include "gemm/tile_config.h"
 #include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
+#include "runtime/check.h"
 #include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 #include "runtime/op_ids.h"
@@ -116,12 +117,12 @@ gemm::Choice checked_select(const gemm::Problem& problem, int config) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));
   }
-  gemm::Choice choice = gemm::select(problem, config);
-  if (choice.config < 0) {
+  try {
+    return gemm::select(problem, config);
+  } catch (const runtime::Error&) {
     throw py::value_error("config: expected a tile and cluster that the problem and its " +
                           std::to_string(problem.num_sms) + " SMs allow, got " + std::to_string(config));
   }
-  return choice;
 }
 
 std::string choice_name(const gemm::Choice& choice) {

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "gemm/swap_ab.h"
+#include "runtime/check.h"
 
 namespace flux::gemm {
 namespace {
@@ -256,7 +257,8 @@ void consider_swap_ab(const Problem& p, Choice& best) {
   }
 }
 
-Choice sorted(Choice choice) {
+Choice sorted(Choice choice, int packed_choice) {
+  FLUX_CHECK(choice.config >= 0, packed_choice);
   std::stable_sort(choice.candidates.begin(), choice.candidates.end(),
                    [](const auto& a, const auto& b) { return a.second < b.second; });
   return choice;
@@ -287,9 +289,9 @@ Choice select(const Problem& p, int packed_choice) {
   const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
   if (swap_ab) {
     consider_swap_ab(p, best);
-    if (p.m <= kAlwaysSwapAbRows) return sorted(best);
+    if (p.m <= kAlwaysSwapAbRows) return sorted(best, packed_choice);
   }
-  if (p.all_reduced || (p.swiglu && !fixed)) return sorted(best);
+  if (p.all_reduced || (p.swiglu && !fixed)) return sorted(best, packed_choice);
   for (const TileConfig& tile : kTileConfigs) {
     if ((fixed && tile.id != fixed_config) || !serves(p, tile)) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
@@ -307,7 +309,7 @@ Choice select(const Problem& p, int packed_choice) {
       }
     }
   }
-  best = sorted(best);
+  best = sorted(best, packed_choice);
   if (best.swaps_ab()) return best;
   best.group_m = fixed_raster > 0 ? fixed_raster : best.cluster == Cluster::kPairM ? 8 : 16;
   return best;

@@ -34,7 +34,7 @@ constexpr int pack_choice(int config, int cluster, int raster) {
 }
 
 struct Choice {
-  int config = -1;  // -1: the requested choice is not possible for this problem and number of SMs
+  int config = -1;  // -1: select has not chosen yet
   Cluster cluster = Cluster::kNone;
   int group_m = 1;  // group of the raster
   // Swap-AB tiles (swap_ab.h): number of CTAs that split K, and of those that share the weight. 0: another tile.
@@ -58,6 +58,7 @@ std::string swap_ab_name(int config, int split, int sharers);
 // can (promotes_pairs).
 double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs);
 
+// Throws runtime::Error if no choice is possible.
 Choice select(const Problem& problem, int packed_choice = -1);
 
 }  // namespace flux::gemm

@@ -1,4 +1,5 @@
-// Results or operands in fp32, given to host functions whose kernels write 16 bits: they must refuse them.
+// What host functions must refuse: results or operands in fp32 for kernels that write 16 bits, and a choice of a tile
+// that is not possible.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
 #include "gemm/add_norm.h"
@@ -99,6 +100,13 @@ const Refusal kRefusals[] = {
        void* const out = operands.out.data;
        flux::gemm::add_norm({out, out, out, out, 1, 8, 0.0f}, DType::kFloat32, nullptr);
      }},
+    {"gemm_rs, a pair of CTAs on one SM",
+     [](const Operands& operands, const Ranks& ranks) {
+       auto args = operands.args(pack(kTile, Cluster::kPairM, 0));
+       args.dtype = DType::kFloat16;
+       args.num_sms = 1;
+       flux::gemm_rs::gemm_rs(args, ranks.symm[0], {}, false, nullptr);
+     }},
 };
 
 void refused(uint64_t seed) {
@@ -115,7 +123,7 @@ void refused(uint64_t seed) {
   } catch (const flux::runtime::Error&) {
     return;
   }
-  wrong("fp32 was taken for 16 bits");
+  wrong("was not refused");
 }
 
 }  // namespace
