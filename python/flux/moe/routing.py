@@ -186,13 +186,19 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
         checks.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
     if torch.compiler.is_compiling():
         return
+    sizes = routing.num_experts, routing.ep_size, routing.max_tokens
     for name, tensor in zip(Routing._fields, routing[:11], strict=False):
         argument_types.tensor(op, "routing", tensor)
         if tensor.device != device:
             checks.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
-    tokens, k = routing.num_tokens, routing.positions.shape[-1]
-    p = process_group(routing.group_name).size()
-    shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
+    for size in (*sizes, routing.num_tokens):
+        argument_types.integer(op, "routing", size)
+    argument_types.string(op, "routing", routing.group_name)
+    try:
+        k, p = routing.positions.shape[-1], process_group(routing.group_name).size()
+        shapes = checked_shapes(p, *sizes, routing.num_tokens, k)
+    except (IndexError, RuntimeError, ValueError) as error:
+        checks.fail(op, "routing", "one of flux.moe.route, of a group that is there", error)
     name, incoming = routing.group_name, routing.incoming
     if (on_node := _on_node(name, routing.ep_size, routing.max_tokens, incoming)) is not None:
         shapes = two_level.shapes(shapes, on_node, k, routing.num_experts // routing.ep_size)

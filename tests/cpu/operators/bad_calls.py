@@ -303,9 +303,18 @@ def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{name}: {bad!r}", good.arguments | {name: bad}
     if good.op.startswith("moe") and good.op != "moe.route":
         for field in ("rows", "offsets", "positions", "weights"):
-            for what, bad in (("None", None), ("a list", [1]), ("on meta", torch.zeros(2, device="meta"))):
+            for what, bad in (
+                ("None", None),
+                ("a list", [1]),
+                ("on meta", torch.zeros(2, device="meta")),
+                ("a number", torch.tensor(1)),
+            ):
                 routing = good.arguments["routing"]._replace(**{field: bad})
                 yield f"routing: {field} {what}", good.arguments | {"routing": routing}
+        for field in ("num_experts", "ep_size", "max_tokens", "num_tokens", "group_name"):
+            for bad in (None, int, [1], {1}, "nobody", 2**63, -1, 1.5):
+                routing = good.arguments["routing"]._replace(**{field: bad})
+                yield f"routing: {field} {bad!r}", good.arguments | {"routing": routing}
     if good.op not in WITHOUT_GROUP and "routing" not in good.arguments:
         for bad in BAD_OPTIONS["group"]:
             yield f"group: {bad!r}", good.arguments | {"group": bad}
