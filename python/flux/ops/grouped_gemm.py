@@ -151,10 +151,10 @@ def reference(*arguments: Any, **named: Any) -> Tensor:
     the host. Arguments of the torch operator; those from `rows` on may be missing.
     """
     call = Grouped.of(*arguments, **named)
-    return _by_expert(call.canonical(), call.checked())
+    return _by_expert(call.checked(), call.canonical())
 
 
-def _by_expert(call: Grouped, shape: Sequence[int]) -> Tensor:
+def _by_expert(shape: Sequence[int], call: Grouped) -> Tensor:
     x, rows = call.x, call.rows
     out = x.new_zeros(shape, dtype=call.dtype)
     bounds = checked_bounds(_NAME, call.offsets, shape[0])
@@ -260,7 +260,7 @@ def below(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
     """A call without gradients and without torch's dispatcher. within: of the call that this one is a part
     of, if that is to be known (flux.comm.repeat).
     """
-    return _on_gpu(call, within) if call.x.is_cuda else _by_expert(call.canonical(), call.checked())
+    return _on_gpu(call, within) if call.x.is_cuda else _by_expert(call.checked(), call.canonical())
 
 
 def _on_gpu(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
@@ -342,13 +342,13 @@ def unfused(call: Grouped) -> Tensor:
             f"grouped GEMM of {str(x.dtype).removeprefix('torch.')} with n, k = {n}, {k} runs expert by "
             "expert and synchronises with the host: torch's takes bfloat16 and multiples of 8"
         )
-        return _by_expert(call, shape)
+        return _by_expert(shape, call)
     if scales.out_dtype != torch.bfloat16 or n % 16 or k % 16:
         say_once(
             f"grouped GEMM of fp8 to {str(scales.out_dtype).removeprefix('torch.')}, n, k = {n}, {k}, runs "
             "expert by expert and synchronises with the host: torch's gives bfloat16 and multiples of 16"
         )
-        return _by_expert(call, shape)
+        return _by_expert(shape, call)
     if scales.x.dim() == 2:
         say_once("grouped GEMMs of block-scaled fp8 run through torch, with operands cast to bfloat16")
         x, weight = dequantized(x, scales.x, "group128"), dequantized(weight, scales.w, "block128")
