@@ -357,9 +357,9 @@ class Workspace(ABC):
         self.turn.open()
         compare_calls(op, self._meet(op, facts))
         have = (self.signal_bytes, self.slot_bytes, self.exchange_bytes)
-        room = tuple(map(grown, have, (signal_bytes, slot_bytes, exchange_bytes)))
-        self._allocate(*room, op)
-        self.signal_bytes, self.slot_bytes, self.exchange_bytes = room
+        signals, slots, exchange = map(grown, have, (signal_bytes, slot_bytes, exchange_bytes))
+        self._allocate(signals, slots, exchange, op)
+        self.signal_bytes, self.slot_bytes, self.exchange_bytes = signals, slots, exchange
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:

@@ -289,7 +289,7 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
     }
     for module in list(model.modules()):
         if type(module) in _LINEARS:
-            ours: Any = _REPLACEMENTS[type(module)]
+            ours: Any = _REPLACEMENTS[type(module)]  # type: ignore[index]
             adopt(module, ours, may_be_fp8=module in numbered)
         elif type(module) is MoELayer:
             FluxMoELayer.adopt(module)

@@ -102,7 +102,7 @@ def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
     return bool(layer.flux_accumulates) and not any(hasattr(w, "__fsdp_param__") for w in weights)
 
 
-class FluxLinear(_Module):  # type: ignore[misc,valid-type]
+class FluxLinear(_Module):  # type: ignore[misc]
     """Base of both layers. Must precede Megatron's class among the bases."""
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
