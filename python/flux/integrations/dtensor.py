@@ -464,8 +464,9 @@ def _through_dtensor(
 ) -> list[Tensor]:
     """As in torch's styles: redistributes x from one layout to a second, and results to a third."""
     source, wanted, target = layouts
-    distributed: Any = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source])
+    distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source])
     if source != wanted:
         distributed = distributed.redistribute(mesh, [wanted])
-    outs: list[Any] = [nn.Linear.forward(layer, distributed).redistribute(mesh, [target]) for layer in layers]
+    forward: Any = nn.Linear.forward
+    outs = [forward(layer, distributed).redistribute(mesh, [target]) for layer in layers]
     return [out.to_local() for out in outs] if local else outs
