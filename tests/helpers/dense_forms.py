@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import references
 import torch
 from torch import Tensor
 
 import flux
-from flux.ops import ag_gemm, all_gather, all_reduce, gemm, gemm_ar, gemm_rs, reduce_scatter
+from flux.ops import gemm, gemm_ar
 from flux.testing import AgGemmCase, GemmRsCase
 
 Forms = Iterator[tuple[str, Tensor, Tensor]]  # what it is, a result, and what that must be
@@ -37,8 +38,8 @@ def of_gemm_rs(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
     yield "reduce_scatter", scatter(), rows
     yield "out of reduce_scatter", into(scatter, rows), rows
     if device == "cpu":
-        yield "reference", gemm_rs.reference(x, weight, bias, None, case.transpose_weight), expected
-        yield "reference of reduce_scatter", reduce_scatter.reference(product), rows
+        yield "reference", references.gemm_rs(x, weight, bias, None, case.transpose_weight), expected
+        yield "reference of reduce_scatter", references.reduce_scatter(product), rows
 
 
 def of_ag_gemm(case: AgGemmCase, rank: int, device: str = "cpu") -> Forms:
@@ -55,8 +56,8 @@ def of_ag_gemm(case: AgGemmCase, rank: int, device: str = "cpu") -> Forms:
     yield "all_gather", flux.all_gather(x), everything
     yield "out of all_gather", into(partial(flux.all_gather, x), everything), everything
     if device == "cpu":
-        yield "reference", ag_gemm.reference(x, weight, bias, None, case.transpose_weight), expected
-        yield "reference of all_gather", all_gather.reference(x), everything
+        yield "reference", references.ag_gemm(x, weight, bias, None, case.transpose_weight), expected
+        yield "reference of all_gather", references.all_gather(x), everything
 
 
 def of_gemm_ar(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
@@ -83,9 +84,9 @@ def of_gemm_ar(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
         if device == "cpu":
             yield "norm", norm, gemm_ar.rms_norm(summed, norm_weight, 1e-6)
     if device == "cpu":
-        yield "reference", gemm_ar.reference(x, weight, bias, None, case.transpose_weight), expected
-        yield "reference of all_reduce", all_reduce.reference(product), total
-        yield "reference with a residual", all_reduce.reference(product, residual=residual), total + residual
+        yield "reference", references.gemm_ar(x, weight, bias, None, case.transpose_weight), expected
+        yield "reference of all_reduce", references.all_reduce(product), total
+        yield "reference with a residual", references.all_reduce(product, residual=residual), total + residual
     over = product.clone()
     flux.all_reduce(over, residual=residual, out=over)
     yield "all_reduce over x, with a residual", over - residual, total

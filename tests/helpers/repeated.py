@@ -27,6 +27,7 @@ from flux.ops import gemm as plain
 from flux.ops.ways import ag_gemm, all_gather, exchange, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.plan import sums
+from flux.plan.choose import plan_without_workspace
 
 STREAM = 7
 _alive: list[Any] = []
@@ -194,7 +195,8 @@ def gemms(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     monkeypatch.setattr(files, "local", lambda device: NO_FACTS)
-    monkeypatch.setattr(plain, "_plans", {})
+    plan_without_workspace.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     calls = repeat.make()
     monkeypatch.setattr(repeat, "without_group", lambda: calls)
     return calls

@@ -25,6 +25,7 @@ from flux.comm import registry
 from flux.comm.topology import Topology
 from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.moe import reference
+from flux.plan.plan import Planned
 from flux.testing import spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase, random_case
@@ -173,7 +174,7 @@ CHECKS: dict[str, Check] = {**{op: partial(_dense, op) for op in COLLECTIVES}, "
 def schedules(group: Group) -> Counter[str]:
     """How often each schedule of each operator has been planned so far."""
     workspace = registry.find(group, torch.device("cpu"))
-    plans = set() if workspace is None else {p for p in workspace.plans.values() if hasattr(p, "levels")}
+    plans = set() if workspace is None else {p[0] for p in workspace.plans.values() if isinstance(p, Planned)}
     return Counter(
         f"{plan.op} {plan.levels.schedule}" + (f" in {plan.levels.parts}" if plan.levels.parts > 1 else "")
         for plan in plans

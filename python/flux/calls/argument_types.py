@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
 
 from flux.calls.checks import FLOATING, fail
+from flux.calls.schemas import PUBLIC_NAMES
 
 _unpack_dual: Any = forward_ad.unpack_dual  # not typed
 WRITTEN = ("out", "main_grad")  # arguments that calls write to
@@ -56,6 +57,18 @@ def optional_tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         wrong_type(op, argument, "a tensor or None", value)
     tensor(op, argument, value)
+
+
+def entry(name: str, entries: Sequence[object], i: int) -> str:
+    """The name in messages of entry `i` of a list, of which public functions take a single one without it."""
+    return f"{name}[{i}]" if len(entries) > 1 else name
+
+
+def tensors(op: str, argument: str, value: Sequence[object]) -> None:
+    """Checks each entry of a list; None is allowed for a bias."""
+    for i, each in enumerate(value):
+        if each is not None or argument != "bias":
+            tensor(op, entry(argument, value, i), each)
 
 
 def sequence(op: str, argument: str, value: object, check: Callable[[str, str, object], None]) -> None:
@@ -165,6 +178,8 @@ _EXTRA = {
 _ALL = {"out_dtype": "Optional[dtype]"}
 _CHECKS: dict[str, Callable[[str, str, Any], object]] = {
     "Tensor": tensor,
+    "List[Tensor]": tensors,
+    "List[Optional[Tensor]]": tensors,
     "bool": flag,
     "int": integer,
     "float": number,
@@ -183,7 +198,8 @@ def kinds(op: str) -> dict[str, str]:
         for argument in () if packet is None else packet.default._schema.arguments:
             kind = str(argument.type)
             # Arguments that only a variant has are optional.
-            found.setdefault(argument.name, f"Optional[{kind}]" if variant else kind)
+            name = PUBLIC_NAMES.get(argument.name, argument.name)
+            found.setdefault(name, f"Optional[{kind}]" if variant else kind)
     return found | _ALL | _EXTRA.get(op, {})
 
 
@@ -205,23 +221,6 @@ def check(op: str, **arguments: object) -> None:
                 continue
             kind = kind[len("Optional[") : -1]
         _CHECKS[kind](op, name, value)
-
-
-def check_lists(op: str, many: bool, lists: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Checks lists of tensors, or (not `many`) the only entry of each list, which may be None for a bias.
-
-    Returns:
-        the tensors, by their names in messages.
-    """
-    found = {
-        f"{name}[{i}]" if many else name: entry
-        for name, entries in lists.items()
-        for i, entry in enumerate(entries)
-        if not (name == "bias" and entry is None)
-    }
-    for name, value in found.items():
-        tensor(op, name, value)
-    return found
 
 
 def _refuse_transforms(op: str) -> None:

@@ -296,11 +296,11 @@ def output(
     shape: list[int],
     x: torch.Tensor,
     *others: torch.Tensor | None,
-    may_be: torch.Tensor | None = None,
+    may_be: Sequence[torch.Tensor | None] = (),
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """The tensor that a call writes: a fresh one, or `out`, checked. others: inputs besides x; may_be: the
-    input that `out` may be, if it is exactly that.
+    """The tensor that a call writes: a fresh one, or `out`, checked. others: inputs besides x; may_be: those
+    that `out` may be, if it is exactly that.
     """
     if out is None:
         # Separate sizes are parsed 1 us faster than a list.
@@ -320,16 +320,17 @@ def separate(
     name: str,
     written: torch.Tensor,
     *others: torch.Tensor | None,
-    may_be: torch.Tensor | None = None,
+    may_be: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """Checks that elements of an output of a call share no memory with each other, nor with the other tensors
-    of the call. Tells autograd that it is written, which torch does not see of a kernel.
+    of the call, unless it is one of `may_be`. Tells autograd that it is written, which torch does not see of a
+    kernel.
     """
     not_expanded(op, name, written)
     for other in others:
         if other is None or not share_memory(written, other):
             continue
-        if may_be is not None and other is may_be and _same_memory(written, other):
+        if any(other is each for each in may_be) and _same_memory(written, other):
             continue
         fail(op, name, "memory of its own", "a tensor that overlaps another argument")
     torch.autograd.graph.increment_version(written)

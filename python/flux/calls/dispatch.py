@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,30 +64,10 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
-def dispatch(
-    group_name: str,
-    device: torch.device,
-    op: Any,
-    op_out: Any,
-    arguments: tuple[Any, ...],
-    out: Any = None,
-    scaling: tuple[Any, ...] = (),
-) -> Any:
-    """Calls a collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
-    scaling: the last arguments, after `out`.
-
-    No other thread's call comes between the operator and autograd's work after it. Returns `out` if given.
+def dispatch(group_name: str, device: torch.device, op: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a collective through torch's dispatcher. No other thread's call comes between the operator and
+    autograd's work after it.
     """
-    if not torch.compiler.is_compiling():
-        fn = op if out is None else functools.partial(_returning_out, op_out, out, len(arguments))
-        group = process_group(group_name)
-        return registry.in_turn(group, device, fn, *arguments, *scaling, holds=True)
-    if out is None:
-        return op(*arguments, *scaling)
-    op_out(*arguments, out, *scaling)
-    return out
-
-
-def _returning_out(op_out: Any, out: Any, count: int, *arguments: Any) -> Any:
-    op_out(*arguments[:count], out, *arguments[count:])
-    return out
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    return registry.in_turn(process_group(group_name), device, op, *arguments, holds=True)

@@ -17,6 +17,8 @@ _X = "Tensor x, Tensor weight, Tensor? bias"
 # biases: empty, or one for each weight. Results: one for each weight, then the gathered x if requested, and
 # with scales those of its rows.
 _XS = "Tensor x, Tensor[] weights, Tensor?[] biases, bool transpose_weight"
+# Of torch operators of several weights, the names of arguments that public functions have other names for.
+PUBLIC_NAMES = {"weights": "weight", "biases": "bias", "outs": "out"}
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 # Of fp8 operands.

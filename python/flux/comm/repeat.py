@@ -85,7 +85,9 @@ class Recipe:
         """
         self.given = (operator, *given.values())
         self.within = within
-        self.out: Any = None  # the tensor that the call returns, if it is one
+        # The tensors that the call writes as its caller gets them, and what ranks compare of it.
+        self.out: Any = None
+        self.same: Any = {}
         self._numbers = dict(zip(given, range(1, len(given) + 1), strict=True))
         self.fresh: list[Fresh | None] = []  # None: a step makes it
         self.block: Fresh | None = None

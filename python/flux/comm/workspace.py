@@ -183,6 +183,7 @@ class Workspace(ABC):
         compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
         copies: whether calls may use copy engines. Equal on all ranks.
         tuning: the measurements by which plans choose. Equal on all ranks.
+        plans: of operators (flux.plan.plan.Planned), by all that they depend on besides the group.
         known: the calls that C++ makes again (flux._core.KnownCalls), or None.
         topology: the nodes of a group that has several; None for others.
         carrier: what runs fused calls here, as ways have it (flux.calls.front).
@@ -238,8 +239,8 @@ class Workspace(ABC):
         self.rank, self.world_size = met.group.rank(), met.group.size()
         self.timeout_s = _env.timeout_s()
         self.signal_bytes = self.slot_bytes = self.exchange_bytes = 0
-        self._plans: tuple[dict[Any, Any], ...] = ({}, {})
-        self._plans_left_free: dict[int, tuple[dict[Any, Any], ...]] = {}
+        self.plans: dict[Any, Any] = {}
+        self._plans_left_free: dict[int, dict[Any, Any]] = {}
         self.failure: Exception | None = None
         self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(met.device))
         if wrong is not None:
@@ -294,8 +295,8 @@ class Workspace(ABC):
         if not sms or not self.num_sms:
             yield
             return
-        kept = self._plans, self.num_sms, self.left_free
-        self._plans = self._plans_left_free.setdefault(sms, ({}, {}))
+        kept = self.plans, self.num_sms, self.left_free
+        self.plans = self._plans_left_free.setdefault(sms, {})
         self.num_sms -= sms
         self.left_free = sms
         if self.known is not None:
@@ -303,23 +304,17 @@ class Workspace(ABC):
         try:
             yield
         finally:
-            self._plans, self.num_sms, self.left_free = kept
+            self.plans, self.num_sms, self.left_free = kept
             if self.known is not None:
                 self.known.paused = bool(self.left_free)
 
     def stop_copying(self) -> None:
         """Lets SMs carry all further calls."""
         self.copies = False
-        for plans in (self._plans, *self._plans_left_free.values()):
-            for of_mode in plans:
-                of_mode.clear()
+        for plans in (self.plans, *self._plans_left_free.values()):
+            plans.clear()
         if self.known is not None:
             self.known.clear()
-
-    @property
-    def plans(self) -> dict[Any, Any]:
-        """Cache of the operators' plans by problem; here because a plan is valid for one group."""
-        return self._plans[_invariance.active()]
 
     def raise_if_failed(self) -> None:
         """Raises the failure of this workspace, if any."""

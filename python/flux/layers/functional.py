@@ -121,7 +121,8 @@ def column_linear(
     parts = local_parts([*given, *of_weights])
     weights, biases = parts[: len(given)], parts[len(given) :]
     argument_types.tensor(op, "x", x)
-    argument_types.check_lists(op, many, {"weight": weights, "bias": biases})
+    argument_types.tensors(op, "weight", weights)
+    argument_types.tensors(op, "bias", biases)
     if bias is not None and len(biases) != len(weights):
         checks.fail(op, "bias", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
     argument_types.flag(op, "sequence_parallel", sequence_parallel)

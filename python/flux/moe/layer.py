@@ -143,7 +143,7 @@ def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
     arguments = (x, weight, routing[:TENSORS], *routing[TENSORS:-1], activation, name)
     if wire is not None:  # after the scales, of which all are given then
         scaling = (*(scaling or (None, None, None, "promoted")), wire)
-    return cast(Tensor, dispatch(name, x.device, fn, None, arguments, None, scaling))
+    return cast(Tensor, dispatch(name, x.device, fn, *arguments, *scaling))
 
 
 def _of_arguments(op: Operator, x: Tensor, weight: Tensor, tensors: list[Tensor], *rest: Any) -> Layer:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from flux import _native
-from flux._memory import padded, wide_type
+from flux._memory import movable, padded, wide_type
 from flux.comm.group import process_group
 from flux.fp8 import scales as fp8
-from flux.ops import all_gather, grouped_gemm
+from flux.ops import grouped_gemm
 from flux.ops.grouped_gemm import activate, expert_product
 
 __all__ = ["moe_mlp"]
@@ -162,13 +162,21 @@ def ag_scatter_gemm(
     """flux.moe.ag_scatter_gemm by torch; rows after the last are zero. scaling: as in ops.gemm.reference."""
     group, limit = process_group(routing.group_name), routing.max_tokens
     scales = fp8.given("moe.ag_scatter_gemm", *scaling)
-    everybody = all_gather.reference(padded(x, limit), group)
+    everybody = _gathered(padded(x, limit), group)
     if scales is not None:
         of_rows = fp8.of_elements(scales.canonical_experts(*weight.shape).x, x.shape[0])
-        scales = scales._replace(x=all_gather.reference(padded(of_rows, limit), group))
+        scales = scales._replace(x=_gathered(padded(of_rows, limit), group))
     tokens = tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
     given = (everybody, weight, routing.offsets, tokens, activation, *(scales or ()))
     return grouped_gemm.reference(*given)
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """The rows of all ranks."""
+    plain = movable(x.contiguous())
+    everybody = [torch.empty_like(plain) for _ in range(group.size())]
+    dist.all_gather(everybody, plain, group=group)
+    return torch.cat(everybody).view(x.dtype)
 
 
 def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Tensor:

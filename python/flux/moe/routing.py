@@ -157,7 +157,7 @@ def route(
     if may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights):
         made = _eager(*arguments)
     else:
-        made = dispatch(name, topk_ids.device, _op, None, arguments)
+        made = dispatch(name, topk_ids.device, _op, *arguments)
     return Routing._make([*made, num_experts, ep_size, limit, tokens, name])
 
 

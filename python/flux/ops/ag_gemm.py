@@ -2,138 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-from torch.distributed import ProcessGroup
 
-from flux.calls import argument_types, checks
-from flux.calls.dispatch import may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
-from flux.comm import registry, repeat
-from flux.comm.cpu import CpuWorkspace
-from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Workspace
+from flux import _invariance
+from flux.calls import checks, front
+from flux.calls.dispatch import needs_grad
+from flux.comm import repeat
+from flux.comm.group import GroupLike, group_name, process_group
 from flux.fp8 import scales as fp8
-from flux.fp8.scales import Accumulate, Scales, Scaling
-from flux.ops import gemm as plain
-from flux.ops.all_gather import reference as gather_reference
-from flux.ops.ways import ag_gemm as ag_gemm_ways
-from flux.ops.ways import two_level
-from flux.ops.ways.ag_gemm import Biases, Tensors
-from flux.plan.choose import Plan, carried_by, problem_of, require, workspace_plan
-from flux.plan.gemm import plan_ag_gemm
+from flux.fp8.scales import Accumulate
+from flux.ops.ways import ag_gemm as ways
+from flux.ops.ways.ag_gemm import AG_GEMM, Biases, Tensors
+
+Tensor = torch.Tensor
+_OP = AG_GEMM.number
+
+
+class _How(TypedDict, total=False):
+    group: GroupLike
+    transpose_weight: bool
+    out_dtype: torch.dtype | None
+    accumulate: Accumulate
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[False] = False,
-    out: torch.Tensor | None = None,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    accumulate: Accumulate = "promoted",
-) -> torch.Tensor: ...
+    out: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    **how: Unpack[_How],
+) -> Tensor: ...
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[True],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    out: Tensor | None = None,
+    **how: Unpack[_How],
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[True],
-    out: torch.Tensor | None = None,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-    accumulate: Accumulate = "promoted",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    out: Tensor | None = None,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    **how: Unpack[_How],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
+    x: Tensor,
     weight: Tensors,
     bias: Biases | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[False] = False,
     out: Tensors | None = None,
-    scale_x: torch.Tensor | None = None,
+    scale_x: Tensor | None = None,
     scale_w: Tensors | None = None,
-    out_dtype: torch.dtype | None = None,
-    accumulate: Accumulate = "promoted",
-) -> list[torch.Tensor]: ...
+    **how: Unpack[_How],
+) -> list[Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
+    x: Tensor,
     weight: Tensors,
     bias: Biases | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[True],
     out: Tensors | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor]: ...
+    **how: Unpack[_How],
+) -> tuple[list[Tensor], Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: torch.Tensor,
+    x: Tensor,
     weight: Tensors,
     bias: Biases | None = None,
     *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
     return_gathered: Literal[True],
     out: Tensors | None = None,
-    scale_x: torch.Tensor,
+    scale_x: Tensor,
     scale_w: Tensors,
-    out_dtype: torch.dtype | None = None,
-    accumulate: Accumulate = "promoted",
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]: ...
+    **how: Unpack[_How],
+) -> tuple[list[Tensor], Tensor, Tensor]: ...
 
 
 def ag_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor | Tensors,
-    bias: torch.Tensor | None | Biases = None,
+    x: Tensor,
+    weight: Tensor | Tensors,
+    bias: Tensor | None | Biases = None,
     *,
     group: GroupLike = None,
     transpose_weight: bool = False,
     return_gathered: bool = False,
-    out: torch.Tensor | Tensors | None = None,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | Tensors | None = None,
+    out: Tensor | Tensors | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | Tensors | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Accumulate = "promoted",
 ) -> Any:
@@ -186,272 +170,39 @@ def ag_gemm(
     if scaling:
         checks.list_like("ag_gemm", "scale_w", scale_w, count)
         scaling = (scaling[0], fp8.each(scale_w, many), *scaling[2:])
-    of_scales = scaling[1] or () if scaling else ()
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
-    results: Any = None if out is None else list(out) if many else [out]
+    outs: Any = None if out is None else list(out) if many else [out]
+    done = None
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call(*ag_gemm_ways.given(*inputs, results, scaling))
-        if done is not None:
-            return _answer(done, len(weights), return_gathered, many)
-    direct = may_skip_dispatch(x, *weights, *biases, scale_x, *of_scales)
-    if not direct or results is not None or scaling:
-        flags = {"transpose_weight": transpose_weight, "return_gathered": return_gathered}
-        how = {"scale_x": scale_x, "out_dtype": out_dtype, "accumulate": accumulate}
-        argument_types.check("ag_gemm", x=x, **flags, **how)
-        lists = {"weight": weights, "bias": biases, "out": results or (), "scale_w": of_scales}
-        entries = argument_types.check_lists("ag_gemm", many, lists)
-        if scaling:
-            fp8.no_backward("ag_gemm", x=x, scale_x=scale_x, **entries)
-        if results is not None:
-            checks.no_backward_through_out("ag_gemm", x=x, **entries)
-    if needs_grad(x, *weights, *biases):
-        direct = False
-        if needs_grad(*biases):
-            biases = ag_gemm_ways.without_none(x, weights, biases, transpose_weight)
-    name = "" if direct else group_name(group, "ag_gemm")
-    if results is not None and return_gathered:
-        p = (resolve_group(group, "ag_gemm") if direct else process_group(name)).size()
-        scales = fp8.of_weights("ag_gemm", len(weights), *scaling)
-        checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-        results += ag_gemm_ways.new_gathered(x, p, scales)
-    arguments = (x, weights, biases, transpose_weight, return_gathered)
-    if torch.compiler.is_compiling():
-        return _answered(_by_operator, arguments, name, results, many, scaling)
-    pg = resolve_group(group, "ag_gemm")
-    function = _by_operator if not direct else below_dispatch if pg.size() == 1 else _among_ranks
-    call = (_answered, function, arguments, pg if direct else name, results, many, scaling)
-    return registry.in_turn(pg, x.device, *call, holds=not direct)
+        done = calls.call(_OP, _invariance.active(), *ways.arguments(*inputs, outs, scaling))
+    if done is None:
+        given = {"x": x, "weight": weights, "bias": biases, "transpose_weight": transpose_weight}
+        given |= {"return_gathered": return_gathered, "out": outs}
+        given |= dict(zip(fp8.NAMES, scaling, strict=False))
+        done = front.enter(AG_GEMM, given, group, _complete)
+    if isinstance(done, Tensor):
+        return [done] if many else done
+    product = list(done[:count]) if many else done[0]
+    return (product, *done[count or 1 :]) if return_gathered else product
 
 
-def _by_operator(*arguments: Any) -> list[torch.Tensor]:
-    *inputs, results, scaling = arguments
-    if results is None:
-        return list(_op(*inputs, *scaling))
-    _op_out(*inputs, results, *scaling)
-    return list(results)
+def _complete(given: dict[str, Any], group: GroupLike) -> None:
+    """Adds to arguments of checked types what torch's operator needs."""
+    x, weights, biases = given["x"], given["weight"], given["bias"]
+    if needs_grad(*biases):  # torch gives no gradients to the tensors of a list that contains None
+        axis = -1 if given["transpose_weight"] else 0
+        given["bias"] = [
+            x.new_zeros(weight.shape[axis]) if bias is None else bias
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+    if given["out"] is not None and given["return_gathered"]:
+        scaling = {name: given[name] for name in fp8.NAMES if name in given}
+        scales = fp8.of_weights("ag_gemm", len(weights), **scaling)
+        p = process_group(group_name(group, "ag_gemm")).size()
+        checks.ag_gemm_args("ag_gemm", x, weights, biases, given["transpose_weight"], p, scales)
+        given["out"] += ways.new_gathered(x, [x.shape[0] * p, *x.shape[1:]], scales)
 
 
-def _answered(
-    function: Callable[..., list[torch.Tensor]],
-    arguments: tuple[Any, ...],
-    group: ProcessGroup | str,
-    outs: list[torch.Tensor] | None,
-    many: bool,
-    scaling: tuple[Any, ...],
-) -> Any:
-    return _answer(function(*arguments, group, outs, scaling), len(arguments[1]), arguments[-1], many)
-
-
-def _answer(results: Tensors | torch.Tensor, weights: int, return_gathered: bool, many: bool) -> Any:
-    """The public return value: one result, or a list for a list of weights; then what was gathered."""
-    if isinstance(results, torch.Tensor):
-        return [results] if many else results
-    answer = list(results[:weights]) if many else results[0]
-    return (answer, *results[weights:]) if return_gathered else answer
-
-
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
-    *scaling: Any,
-) -> torch.Tensor:
-    """The same for one weight from torch alone: gathered, fp32 product, bias, one rounding. scaling: as in
-    gemm.reference.
-    """
-    pg = resolve_group(group, "ag_gemm")
-    given = fp8.given("ag_gemm", *scaling)
-    scales = () if given is None else (given,)
-    checks.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size(), scales)
-    rows = gather_reference(x, pg)
-    if given is None:
-        return plain.reference(rows, weight, bias, transpose_weight)
-    scale = fp8.of_elements(given.canonical_x(x.shape[-1]), x[..., 0].numel()).contiguous()
-    gathered = gather_reference(scale, pg)
-    return plain.reference(rows, weight, bias, transpose_weight, gathered, *scaling[1:])
-
-
-def _fake(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    group_name: str,
-    *scaling: Any,
-) -> list[torch.Tensor]:
-    p, scales = process_group(group_name).size(), fp8.of_weights("ag_gemm", len(weights), *scaling)
-    shapes, _, _, _ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    outs = ag_gemm_ways.new_products(x, shapes, scales)
-    return outs + ag_gemm_ways.new_gathered(x, p, scales) if return_gathered else outs
-
-
-def _fake_out(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    group_name: str,
-    outs: Tensors,
-    *scaling: Any,
-) -> None:
-    p, scales = process_group(group_name).size(), fp8.of_weights("ag_gemm", len(weights), *scaling)
-    shapes, _, _, _ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    ag_gemm_ways.check_outs(outs, shapes, x, return_gathered, p, scales)
-
-
-def _eager(*arguments: Any) -> list[torch.Tensor]:
-    x, weights, biases, transpose_weight, return_gathered, name, *scaling = arguments
-    group, told = process_group(name), fp8.completed(*scaling)
-    return below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, None, told)
-
-
-def _eager_out(*arguments: Any) -> None:
-    x, weights, biases, transpose_weight, return_gathered, name, outs, *scaling = arguments
-    group, told = process_group(name), fp8.completed(*scaling)
-    below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, outs, told)
-
-
-def below_dispatch(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    group: ProcessGroup,
-    outs: Tensors | None = None,
-    scaling: tuple[Any, ...] = (),
-    within: repeat.Recipe | None = None,
-) -> list[torch.Tensor]:
-    """The products, then the gathered x if requested, and its scales. Without gradients, and without torch's
-    dispatcher. within: as in gemm_rs.call."""
-    p = group.size()
-    if p == 1:
-        biases = biases or (None,) * len(weights)
-        scales = fp8.of_weights("ag_gemm", len(weights), *scaling)
-        shapes, *_ = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-        outs, products, gathered = ag_gemm_ways.results(
-            x, weights, biases, shapes, p, return_gathered, outs, scales
-        )
-        ag_gemm_ways.products(x, weights, biases, transpose_weight, products, scales)
-        ag_gemm_ways.copy_gathered(gathered, x, scales)
-        return outs
-    if within is None and (calls := repeat.of_groups.get(group)) is not None:
-        inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call_below(*ag_gemm_ways.given(*inputs, outs, scaling))
-        if done is not None:
-            return [done] if isinstance(done, torch.Tensor) else list(done)
-    arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling, within)
-    return registry.in_turn(group, x.device, _among_ranks, *arguments)
-
-
-def _among_ranks(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    group: ProcessGroup,
-    outs: Tensors | None,
-    scaling: tuple[Any, ...] = (),
-    within: repeat.Recipe | None = None,
-) -> list[torch.Tensor]:
-    p = group.size()
-    biases = biases or (None,) * len(weights)
-    scales: Sequence[Scales] = fp8.of_weights("ag_gemm", len(weights), *scaling)
-    workspace = registry.find(group, x.device)
-    facts = checks.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight, scales)
-    found = None if workspace is None else workspace.plans.get(facts)
-    if found is not None:
-        call, plans, shapes, m, ns, k, given = found
-    else:
-        shapes, m, ns, k = checks.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    arguments = ag_gemm_ways.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
-    outs, products, gathered = ag_gemm_ways.results(
-        x, weights, biases, shapes, p, return_gathered, outs, scales
-    )
-    if workspace is None:
-        workspace = registry.get(group, x.device, "ag_gemm")
-    scaled = scales[0].scaling(k) if scales else None
-    if scales:
-        weights, transpose_weight, scales = ag_gemm_ways.canonical(weights, transpose_weight, scales)
-        scaling = (scales[0].x, [scale.w for scale in scales], *scaling[2:])
-    if found is None:
-        call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight, scaled)
-        require(call)
-        # Contents of biases may differ, because each rank has its own columns.
-        given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
-        workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
-    x2 = x
-    if x.dim() != 2:
-        x2 = x.reshape(m // p, k)
-        products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
-        gathered = [each.view(m, each.shape[-1]) for each in gathered]
-    operands = ag_gemm_ways.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
-    if call.way == "parts":
-        recipe = ag_gemm_ways.recipe_of(arguments, len(weights), outs, bool(scales), within)
-        ag_gemm_ways.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
-        return outs
-    with workspace.calling(call, given) as epoch:
-        if not call.by_flux:
-            ag_gemm_ways.unfused(operands)
-        elif isinstance(workspace, CudaWorkspace):
-            recipe = ag_gemm_ways.recipe_of(arguments, len(weights), outs, bool(scales), within)
-            ag_gemm_ways.kernel(workspace, call, plans, operands, recipe)
-        elif isinstance(workspace, CpuWorkspace):
-            ag_gemm_ways.protocol(workspace, call, plans, operands, epoch)
-        else:
-            nodes, rows = cast(NodesWorkspace, workspace), ag_gemm_ways.Rows(x2, scales)
-
-            def inside(sent: torch.Tensor, results: Tensors) -> None:
-                some, theirs = rows.received(sent, scaling)
-                flags = (transpose_weight, len(gathered) > 0)
-                below_dispatch(some, weights, biases, *flags, nodes.node_group, results, theirs)
-
-            two_level.gather(nodes, call, rows.sent, inside, [*products, *gathered])
-    return outs
-
-
-def _plans(
-    workspace: Workspace,
-    m: int,
-    ns: tuple[int, ...],
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    scaling: Scaling | None = None,
-) -> tuple[Plan, tuple[Plan, ...]]:
-    """The plan of the gather, on which ranks must agree, and the plans of the GEMMs.
-
-    With several weights, n of the former is the sum of their columns. If one cannot run fused, none does.
-    """
-    key = ("ag_gemm", m, ns, k, dtype, transpose_weight, scaling)
-    rest = (k, dtype, transpose_weight, scaling)
-    found = workspace.plans.get(key)
-    if found is None and workspace.topology is not None:
-        call = workspace_plan(workspace, "ag_gemm", m, sum(ns), *rest)
-        found = workspace.plans[key] = (call, (call,) * len(ns))
-    if found is None:
-        problems = [problem_of(workspace, m, n, *rest) for n in ns]
-        plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
-        if all(plan.by_flux for plan in plans):  # measurements are of one weight with all columns
-            whole = workspace_plan(workspace, "ag_gemm", m, sum(ns), *rest)
-            plans = (whole,) * len(ns) if len(ns) == 1 or whole.way != "kernel" else plans
-        call = replace(next((plan for plan in plans if not plan.by_flux), plans[0]), n=sum(ns))
-        found = workspace.plans[key] = (call, plans)
-    return cast(tuple[Plan, tuple[Plan, ...]], found)
-
-
-for _device in ("CPU", "CUDA"):
-    library.impl("ag_gemm", _eager, _device)
-    library.impl("ag_gemm_out", _eager_out, _device)
-torch.library.register_fake("flux::ag_gemm", _fake, lib=library)
-torch.library.register_fake("flux::ag_gemm_out", _fake_out, lib=library)
-
-_op: Any = torch.ops.flux.ag_gemm.default
-_op_out: Any = torch.ops.flux.ag_gemm_out.default
+front.register(AG_GEMM, "_out")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from flux import _invariance
-from flux._memory import movable
-from flux.calls import checks, front
+from flux.calls import front
 from flux.calls.dispatch import may_skip_dispatch
 from flux.comm import repeat
 from flux.comm.group import GroupLike, resolve_group
@@ -42,7 +40,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         done = calls.call(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
-    return cast(torch.Tensor, front.enter(ALL_GATHER, {"x": x, "out": out}, group, False))
+    return cast(torch.Tensor, front.enter(ALL_GATHER, {"x": x, "out": out}, group))
 
 
 def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
@@ -59,14 +57,4 @@ def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     return cast(torch.Tensor, front.run(AWAITED, call, resolve_group(group, "all_gather")))
 
 
-def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """all_gather with torch only."""
-    pg = resolve_group(group, "all_gather")
-    checks.all_gather_args("all_gather", x, pg.size())
-    plain = movable(x.contiguous())
-    gathered = [torch.empty_like(plain) for _ in range(pg.size())]
-    dist.all_gather(gathered, plain, group=pg)
-    return torch.cat(gathered).view(x.dtype)
-
-
-front.register(ALL_GATHER)
+front.register(ALL_GATHER, "_out")

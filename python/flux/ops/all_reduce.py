@@ -141,26 +141,14 @@ def all_reduce(
         return front.run(ALL_REDUCE, Call(x, residual, end, out), resolve_group(group, "all_reduce"))
     name = group_name(group, "all_reduce")
     if norm_weight is None:
-        return dispatch(name, x.device, _op, _op_out, (x, residual, name), out)
+        if out is None:
+            return dispatch(name, x.device, _op, x, residual, name)
+        dispatch(name, x.device, _op_out, x, residual, name, out)
+        return out
     arguments = (x, residual, norm_weight, checks.norm_eps(eps, x), name)
     if not quantised:
-        return dispatch(name, x.device, _op_norm, None, arguments)
-    return tuple(dispatch(name, x.device, _op_quant, None, (*arguments, *quantised)))
-
-
-def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None) -> Tensor:
-    """all_reduce with torch only: gathered, summed in fp32 (or float64) in rank order, plus residual, rounded
-    once.
-    """
-    pg = resolve_group(group, "all_reduce")
-    checks.all_reduce_args("all_reduce", x, residual)
-    wide = wide_type(x.dtype)
-    gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
-    dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
-    total = torch.zeros_like(gathered[0])
-    for other in gathered:
-        total += other
-    return (total if residual is None else total + residual).to(x.dtype)
+        return dispatch(name, x.device, _op_norm, *arguments)
+    return tuple(dispatch(name, x.device, _op_quant, *arguments, *quantised))
 
 
 class Call(NamedTuple):
@@ -197,7 +185,7 @@ def _run(call: Call, group: ProcessGroup) -> Any:
     if out is not None:
         checks.out_arg("all_reduce", out, shape, x)
         for given in (x, residual):
-            checks.separate("all_reduce", "out", out, given, may_be=given)
+            checks.separate("all_reduce", "out", out, given, may_be=(given,))
     total = x.new_empty(shape) if out is None else out
     return registry.in_turn(group, x.device, _whole, x, residual, end, group, total, out)
 
@@ -307,8 +295,8 @@ def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor
         out.copy_(total)
 
 
-ALL_REDUCE = front.Collective("all_reduce", _OP, _call_of, _known, _sizes, runs=_run)
-front.register(ALL_REDUCE, "_norm", "_quant")
+ALL_REDUCE = front.Collective("all_reduce", _call_of, _known, _sizes, number=_OP, runs=_run)
+front.register(ALL_REDUCE, "_out", "_norm", "_quant")
 
 _op: Any = torch.ops.flux.all_reduce.default
 _op_out: Any = torch.ops.flux.all_reduce_out.default

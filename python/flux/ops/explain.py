@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-
 import torch
 
 from flux import _deprecated, _invariance
 from flux.calls import argument_types, checks
-from flux.comm import cuda, registry
 from flux.comm import group as groups
+from flux.comm import registry
 from flux.errors import fail
 from flux.fp8.scales import FP8, Scaling, check_how, kind_of
-from flux.measured import files
-from flux.plan.choose import planned, workspace_plan
-from flux.plan.plan import SUMS, Plan, PlanInput
+from flux.plan.choose import plan_without_workspace, workspace_plan
+from flux.plan.plan import Plan, PlanInput
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 
@@ -96,7 +92,8 @@ def explain(
         workspace = registry.find(process_group, device)
         if workspace is not None:
             return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
-    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size, scaling)
+    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, scaling=scaling)
+    return plan_without_workspace(op, problem, device, _invariance.active())
 
 
 def _scaling(
@@ -137,38 +134,9 @@ def why_unfused(
     if workspace is not None:
         plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
     else:
-        remembered = _remembered_plans[_invariance.active()]
-        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size(), scaling)
+        problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, group.size(), scaling=scaling)
+        plan = plan_without_workspace(op, problem, device, _invariance.active())
     return None if plan.by_flux else plan.reason
-
-
-def _plan_without_workspace(
-    op: str,
-    device: torch.device,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    scaling: Scaling | None = None,
-) -> Plan:
-    """The plan before a group's first call, when no workspace exists."""
-    num_sms, why_not = 0, None
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        why_not = cuda.why_not(device)
-    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
-    problem = replace(problem, tuning=files.local(device), scaling=scaling)
-    if world_size == 1 and op not in SUMS:
-        return planned("gemm", problem)
-    transport = "not known before the group's first call, when the ranks ask each other"
-    return planned(op, replace(problem, transport=transport))
-
-
-# Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:
-# for calls that must be batch invariant.
-_remembered_plans = [lru_cache(maxsize=4096)(_plan_without_workspace) for _ in (False, True)]
 
 
 def current_device() -> torch.device:

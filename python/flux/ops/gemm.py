@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from flux import _invariance, _native
 from flux._memory import aligned, readable_if_any, writable
-from flux.calls import argument_types, checks
-from flux.calls.dispatch import may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
+from flux.calls import checks, front
 from flux.comm import cuda, repeat
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
 from flux.fp8.torch_product import scaled_mm
 from flux.fp8.wide_product import product
-from flux.measured import files
-from flux.plan.choose import Plan, PlanInput, planned, require
+from flux.plan.choose import PlanInput, plan_without_workspace, require
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-_OP = repeat.operator()
+Tensor = torch.Tensor
 _left_free = 0  # SMs, by leaving_free
 _ALIGNED = 8  # elements in 16 bytes
 # Of a model that serves: with more tokens, kernels that load weights early win nothing.
@@ -33,17 +27,17 @@ SERVED_TOKENS = 64
 
 
 def gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     transpose_weight: bool = False,
-    out: torch.Tensor | None = None,
-    scale_x: torch.Tensor | None = None,
-    scale_w: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Literal["promoted", "fast"] = "promoted",
-) -> torch.Tensor:
+) -> Tensor:
     """x · weightᵀ + bias, accumulated in fp32 and rounded once.
 
     With scales, x and weight are fp8: each block's sum of products is multiplied by the scales of its row and
@@ -83,200 +77,137 @@ def gemm(
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
-        given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
-        done: torch.Tensor | None = repeat.without_group().call(*given)
+        given = (GEMM.number, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
+        done = repeat.without_group().call(*given)
         if done is not None:
-            return done
-    direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
-    tensors = {"x": x, "weight": weight, "bias": bias}
-    if not direct or out is not None or scaling:
-        of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
-        argument_types.check("gemm", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
-    if scaling:
-        fp8.no_backward("gemm", **tensors, scale_x=scale_x, scale_w=scale_w)
-    if out is not None:
-        checks.no_backward_through_out("gemm", **tensors, out=out)
-    elif direct and needs_grad(x, weight, bias):
-        direct = False
-    if out is None:
-        result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight, *scaling)
-        return result
-    (_cuda_out if direct else _op_out)(x, weight, bias, transpose_weight, out, *scaling)
-    return out
+            return cast(Tensor, done)
+    return cast(Tensor, front.enter(GEMM, named(x, weight, bias, transpose_weight, out, scaling)))
+
+
+def named(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    out: Tensor | None,
+    scaling: tuple[Any, ...],
+) -> dict[str, Any]:
+    """Arguments by name, for flux.calls.front. scaling: as fp8.arguments returns it."""
+    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
+    return given | dict(zip(fp8.NAMES, scaling, strict=False))
 
 
 def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    transpose_weight: bool = False,
-    *scaling: Any,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = False, *scaling: Any
+) -> Tensor:
     """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once. scaling: scale_x,
     scale_w, out_dtype and accumulate.
     """
-    scales = fp8.given("gemm", *scaling)
-    shape, m, _, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
-    total = product(x.reshape(m, k), weight, transpose_weight, scales)
-    if bias is not None:
-        total += bias.to(total.dtype)
-    # A fresh tensor, and to autograd no view: the caller may change it in place.
-    rounded = total.to(fp8.result_dtype(x, scales))
-    result: torch.Tensor = torch.ops.aten._unsafe_view(rounded, shape)
-    return result
+    call = Call(x, weight, bias, transpose_weight, None, fp8.given("gemm", *scaling))
+    found = sizes("gemm", call, 1)
+    return _by_reference(matrices(call, found)).view(found[0])
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
-) -> torch.Tensor:
-    scales = fp8.given("gemm", *scaling)
-    shape, _, _, _ = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    return x.new_empty(shape, dtype=fp8.result_dtype(x, scales))
+class Call(NamedTuple):
+    """The arguments of flux.gemm and flux.gemm_rs, the scales in one."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transpose_weight: bool
+    out: Any = None  # of ways: a tensor
+    scales: Scales | None = None
 
 
-def _fake_out(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+def call_of(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     transpose_weight: bool,
-    out: torch.Tensor,
-    *scaling: Any,
-) -> None:
-    scales = fp8.given("gemm", *scaling)
-    shape, _, _, _ = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    checks.out_arg("gemm", out, shape, x, scales=scales)
+    out: Any = None,
+    **scaling: Any,
+) -> Call:
+    return Call(x, weight, bias, transpose_weight, out, fp8.given(op, **scaling) if scaling else None)
 
 
-def _cpu_out(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor,
-    *scaling: Any,
-) -> None:
-    _fake_out(x, weight, bias, transpose_weight, out, *scaling)
-    checks.separate("gemm", "out", out, x, weight, bias, *scaling[:2])
-    out.copy_(reference(x, weight, bias, transpose_weight, *scaling))
+def known(call: Call) -> dict[str, Any]:
+    """The arguments of known calls."""
+    x, weight, bias, transpose_weight, out, scales = call
+    given = {"x": x, "weight": weight, "bias": bias, "out": out, "transpose_weight": transpose_weight}
+    return given if scales is None else given | fp8.by_name(scales)
 
 
-def _cuda(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
-) -> torch.Tensor:
-    scales = fp8.given("gemm", *scaling)
-    recipe = _recipe(x, weight, bias, transpose_weight, None, scales)
-    done: torch.Tensor | None = repeat.without_group().call_below(*recipe.given)
-    if done is not None:
-        return done
-    shape, m, n, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    out = checks.output("gemm", None, shape, x, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, recipe)
-    return out
+def sizes(op: str, call: Call, p: int) -> front.Sizes:
+    """Checks a call of an operator that scatters rows over p ranks."""
+    x, weight, bias, transpose_weight, _, scales = call
+    return checks.gemm_args(op, x, weight, bias, transpose_weight, p, scales=scales)
 
 
-def _cuda_out(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor,
-    *scaling: Any,
-) -> None:
-    scales = fp8.given("gemm", *scaling)
-    shape, m, n, k = checks.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
-    out = checks.output("gemm", out, shape, x, weight, bias, scales=scales)
-    recipe = _recipe(x, weight, bias, transpose_weight, out, scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, recipe)
+def matrices(call: Call, sizes: front.Sizes) -> Call:
+    """A call whose operands are matrices, and scales canonical."""
+    (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, call
+    if scales is not None:
+        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
+    if x.dim() != 2:
+        x = x.reshape(m, k)
+        out = None if out is None else out.view(out.shape[:-1].numel(), n)
+    return Call(x, weight, bias, transpose_weight, out, scales)
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor,
-    scales: Scales | None = None,
-    within: repeat.Recipe | None = None,
-) -> None:
-    """Writes the product of checked arguments, x [..., k], to out [..., n]. within: of the call that this one
-    is a part of (flux.comm.repeat).
-    """
-    if x.is_cuda:
-        m, recipe = math.prod(x.shape[:-1]), None
-        if within is not None:
-            recipe = _recipe(x, weight, bias, transpose_weight, out, scales, within)
-        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1], scales, recipe)
-    else:
-        out.copy_(reference(x, weight, bias, transpose_weight, *(scales or ())))
+def _by_reference(call: Call) -> Tensor:
+    total = product(call.x, call.weight, call.transpose_weight, call.scales)
+    if call.bias is not None:
+        total += call.bias.to(total.dtype)
+    return total.to(fp8.result_dtype(call.x, call.scales))
 
 
-def _recipe(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor | None,
-    scales: Scales | None,
-    within: repeat.Recipe | None = None,
-) -> repeat.Recipe:
-    """How a call is repeated. within: of the call that this one is a part of."""
-    given = {"batch_invariant": _invariance.active(), "x": x, "weight": weight, "bias": bias, "out": out}
-    given |= {"transpose_weight": transpose_weight, **fp8.by_name(scales)}
-    return repeat.Recipe(_OP, given, within)
+def run(call: Call, within: repeat.Recipe | None = None) -> None:
+    """A call of matrices. within: of the call that this one is a part of (flux.comm.repeat)."""
+    recipe = None
+    if within is not None:
+        given = {"batch_invariant": _invariance.active(), **known(call)}
+        recipe = repeat.Recipe(GEMM.number, given, within)
+        recipe.out = call.out
+    launch(call, recipe)
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor,
-    m: int,
-    n: int,
-    k: int,
-    scales: Scales | None = None,
-    recipe: repeat.Recipe | None = None,
-    weight_is_constant: bool = False,
-) -> None:
-    """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
+def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: bool = False) -> None:
+    """A call of matrices: in the kernel, or with torch if that does not support it, and on CPUs.
 
     Args:
         recipe: of the call, if it is to be known (flux.comm.repeat).
         weight_is_constant: as of the kernel.
     """
-    x2 = x if x.dim() == 2 else x.reshape(m, k)
-    weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
-    scaling = None if scales is None else scales.of_product(k)
-    key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active(), scaling)
-    plan = _plans.get(key)
-    if plan is None:
-        num_sms = _sms(x.device)
-        why_not, tuning = cuda.why_not(x.device), files.local(x.device)
-        problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
-        plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
-    require(plan)
-    out2 = out if out.dim() == 2 else out.view(m, n)
-    if not plan.by_flux:
-        unfused(x2, weight, bias, transpose_weight, out2, scales)
+    x, weight, bias, transpose_weight, out, scales = call
+    if not x.is_cuda:
+        out.copy_(_by_reference(call))
         return
-    target = writable(out2)
-    operands = (aligned(x2), aligned(weight), readable_if_any(bias), target)
+    (m, k), n = x.shape, out.shape[1]
+    scaling = None if scales is None else scales.of_product(k)
+    problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, scaling=scaling)
+    plan = plan_without_workspace("gemm", problem, x.device, _invariance.active())
+    require(plan)
+    if not plan.by_flux:
+        unfused(call)
+        return
+    target = writable(out)
+    operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
     num_sms = _sms(x.device) - _left_free if _left_free else 0
     scaled = fp8.for_kernel(x, scales)
     how = (transpose_weight, plan.choice, num_sms)
     enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
     enqueue()
     read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | scaled
-    if recipe is not None and target is out2 and recipe.in_place(**read):
-        written = recipe.returns(out, "out")
+    if recipe is not None and target is out and recipe.in_place(**read):
+        written = recipe.returns(recipe.out, "out")
         used = [*recipe.numbers("x", "weight", "bias"), written, *recipe.numbers("scale_x", "scale_w")]
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
-    if target is not out2:
-        out2.copy_(target)
+    if target is not out:
+        out.copy_(target)
 
 
-def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> torch.Tensor:
+def serving(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Tensor:
     """x · weightᵀ of few rows, in a model that only serves. In a CUDA graph, the kernel begins to load the
     weight before those in front of it have ended.
 
@@ -285,31 +216,28 @@ def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> t
         weight: [N, K], contiguous.
         swiglu: the first half of the result's columns is a gate: returns silu(gate) * others, [..., N / 2].
     """
-    shape, m, n, k = checks.gemm_args("gemm", x, weight, None, False)
+    shape, m, n, k = found = checks.gemm_args("gemm", x, weight, None, False)
     is_constant = in_graph(x)
-    if swiglu:
-        choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
-        if choice < 0:
-            gate, others = serving(x, weight).chunk(2, dim=-1)
-            return torch.nn.functional.silu(gate) * others
-        out = checks.output("gemm", None, [*shape[:-1], n // 2], x)
-        operands = (aligned(x.reshape(m, k)), aligned(weight), None, out.view(m, n // 2))
-        _kernel(*operands, False, choice, 0, swiglu=True, weight_is_constant=is_constant)
+    if not swiglu:
+        out = x.new_empty(*shape)
+        launch(matrices(Call(x, weight, None, False, out), found), None, is_constant)
         return out
-    out = checks.output("gemm", None, shape, x)
-    if x.is_cuda:
-        launch(x, weight, None, False, out, m, n, k, weight_is_constant=is_constant)
-    else:
-        out.copy_(reference(x, weight))
+    choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
+    if choice < 0:
+        gate, others = serving(x, weight).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * others
+    out = x.new_empty(*shape[:-1], n // 2)
+    operands = (aligned(x.reshape(m, k)), aligned(weight), None, out.view(m, n // 2))
+    _kernel(*operands, False, choice, 0, swiglu=True, weight_is_constant=is_constant)
     return out
 
 
-def in_graph(x: torch.Tensor) -> bool:
+def in_graph(x: Tensor) -> bool:
     """Whether a CUDA graph of a model that only serves is captured: none of its kernels writes a weight."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _gating_choice(m: int, n: int, k: int, x: torch.Tensor) -> int:
+def _gating_choice(m: int, n: int, k: int, x: Tensor) -> int:
     """Packed choice of a tile that has columns of a gate and of what it gates; -1: there is none."""
     sizes = n % (2 * _ALIGNED) == k % _ALIGNED == 0
     if not sizes or x.dtype not in (torch.bfloat16, torch.float16) or cuda.why_not(x.device):
@@ -341,15 +269,9 @@ def _sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def unfused(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor,
-    scales: Scales | None = None,
-) -> None:
-    """out [m, n] = x [m, k] · weight + bias with torch. scales: canonical."""
+def unfused(call: Call) -> None:
+    """A call of matrices with torch."""
+    x, weight, bias, transpose_weight, out, scales = call
     if scales is not None:
         scaled_mm(x, weight, bias, scales, out)
         return
@@ -360,13 +282,13 @@ def unfused(
         torch.addmm(bias, x, w, out=out)
 
 
-library.impl("gemm", reference, "CPU")
-library.impl("gemm", _cuda, "CUDA")
-library.impl("gemm_out", _cpu_out, "CPU")
-library.impl("gemm_out", _cuda_out, "CUDA")
-torch.library.register_fake("flux::gemm", _fake, lib=library)
-torch.library.register_fake("flux::gemm_out", _fake_out, lib=library)
-
-_op: Any = torch.ops.flux.gemm.default
-_op_out: Any = torch.ops.flux.gemm_out.default
+GEMM = front.Collective(
+    name="gemm",
+    call=functools.partial(call_of, "gemm"),
+    known=known,
+    sizes=functools.partial(sizes, "gemm"),
+    matrices=matrices,
+    alone=launch,
+)
+front.register(GEMM, "_out")
 _kernel: Any = torch.ops.flux._gemm.default

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast, overload
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
-from flux._memory import wide_type
 from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch
 from flux.comm import registry, repeat
@@ -190,42 +188,14 @@ def gemm_ar(
         return front.run(GEMM_AR, Call(*arguments, end, out, scales), pg)
     name = group_name(group, "gemm_ar")
     if norm_weight is None:
-        return dispatch(name, x.device, _op, _op_out, (*arguments, name), out, scaling)
+        if out is None:
+            return dispatch(name, x.device, _op, *arguments, name, *scaling)
+        dispatch(name, x.device, _op_out, *arguments, name, out, *scaling)
+        return out
     normed = (*arguments, norm_weight, checks.norm_eps(eps, x), name)
     if not quantised:
-        return dispatch(name, x.device, _op_norm, None, normed, None, scaling)
-    return tuple(dispatch(name, x.device, _op_quant, None, (*normed, *quantised), None, scaling))
-
-
-def reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
-    residual: Tensor | None = None,
-    *scaling: Any,
-) -> Tensor:
-    """gemm_ar with torch only, with the same roundings: products in fp32 (or float64), rounded,
-    gathered, summed in rank order, bias, residual, rounded. scaling: as in gemm.reference.
-    """
-    pg, scales = resolve_group(group, "gemm_ar"), fp8.given("gemm_ar", *scaling)
-    shape, m, n, _ = checks.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    if pg.size() == 1:
-        product = plain.reference(x, weight, bias, transpose_weight, *scaling)
-        return product if residual is None else product + residual
-    wide = wide_type(x.dtype)
-    partial = plain.reference(x, weight, None, transpose_weight, *scaling).view(m, n).to(wide)
-    gathered = [torch.empty_like(partial) for _ in range(pg.size())]
-    dist.all_gather(gathered, partial, group=pg)
-    total = torch.zeros_like(partial)
-    for other in gathered:
-        total += other
-    return (
-        gemm_ar_ways.plus(total, gemm_ar_ways.addends(bias, residual, n))
-        .to(fp8.result_dtype(x, scales))
-        .view(shape)
-    )
+        return dispatch(name, x.device, _op_norm, *normed, *scaling)
+    return tuple(dispatch(name, x.device, _op_quant, *normed, *quantised, *scaling))
 
 
 class Call(NamedTuple):
@@ -266,12 +236,12 @@ def _run(call: Call, group: ProcessGroup) -> Any:
     x, weight, bias, transpose_weight, residual, end, out, scales = call
     shape, m, n, k = _sizes(call, 1)
     end = end.checked("gemm_ar", n, x, scales)
-    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=(residual,), scales=scales)
     total = out.view(m, n)
     added = gemm_ar_ways.rows(residual, m, n)
     product = total if added is None else torch.empty_like(total)
     weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
-    plain.run(x.reshape(m, k), weight, bias, transpose_weight, product, scales)
+    plain.run(plain.Call(x.reshape(m, k), weight, bias, transpose_weight, product, scales))
     if added is not None:
         torch.add(product, added, out=total)
     return end.of(out)
@@ -321,7 +291,7 @@ def _among_ranks(call: Call, group: ProcessGroup) -> Any:
         shape, m, n, k = _sizes(call, group.size())
     recipe = repeat.Recipe(_OP, _known(call))
     end = end.checked("gemm_ar", n, x, scales)
-    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+    out = checks.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=(residual,), scales=scales)
     total, made = out, None
     if len(shape) != 2:
         x, total, residual = x.reshape(m, k), out.view(m, n), gemm_ar_ways.rows(residual, m, n)
@@ -338,7 +308,7 @@ def _among_ranks(call: Call, group: ProcessGroup) -> Any:
     if plan.way == "parts":
         product = torch.empty_like(total)
         once = bias if group.rank() == 0 else None  # the sum has it once
-        plain.run(x, weight, once, transpose_weight, product, scales, recipe)
+        plain.run(plain.Call(x, weight, once, transpose_weight, product, scales), recipe)
         of_sum = reduce.recipe_of(product, residual, end, total, recipe)
         made = reduce.made_of(product, residual, end, group, total, of_sum, {"bias": bias})
         if isinstance(workspace, CudaWorkspace):
@@ -389,8 +359,8 @@ def _node_sum(
     front.below(GEMM_AR, Call(x, weight, None, transpose_weight, None, out=out, scales=scales), group)
 
 
-GEMM_AR = front.Collective("gemm_ar", _OP, _call_of, _known, _sizes, runs=_run)
-front.register(GEMM_AR, "_norm", "_quant")
+GEMM_AR = front.Collective("gemm_ar", _call_of, _known, _sizes, number=_OP, runs=_run)
+front.register(GEMM_AR, "_out", "_norm", "_quant")
 
 _op: Any = torch.ops.flux.gemm_ar.default
 _op_out: Any = torch.ops.flux.gemm_ar_out.default

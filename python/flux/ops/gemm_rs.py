@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 
 from flux import _invariance
 from flux.calls import argument_types, checks, front
 from flux.comm import repeat
 from flux.comm.group import GroupLike, resolve_group
 from flux.fp8 import scales as fp8
-from flux.fp8.wide_product import product
 from flux.ops import gemm as plain
 from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.ways import int8_sum
@@ -78,9 +76,8 @@ def gemm_rs(
         done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
         if done is not None:
             return cast(torch.Tensor, done)
-    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
-    given |= dict(zip(fp8.NAMES, scaling, strict=False))
-    return cast(torch.Tensor, front.enter(GEMM_RS, given, group, bool(scaling)))
+    given = plain.named(x, weight, bias, transpose_weight, out, scaling)
+    return cast(torch.Tensor, front.enter(GEMM_RS, given, group))
 
 
 def _over_wire(
@@ -114,30 +111,4 @@ def _over_wire(
     return result + bias.to(result.dtype) if out is None else result.add_(bias)
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
-    *scaling: Any,
-) -> torch.Tensor:
-    """gemm_rs with torch only: fp32 products, gathered, summed in rank order, bias, rounded once. scaling: as
-    in gemm.reference.
-    """
-    pg = resolve_group(group, "gemm_rs")
-    p, scales = pg.size(), fp8.given("gemm_rs", *scaling)
-    shape, m, n, k = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-    partial = product(x.reshape(m, k), *fp8.canonical(weight, transpose_weight, scales))
-    gathered = [torch.empty_like(partial) for _ in range(p)]
-    dist.all_gather(gathered, partial, group=pg)
-    rows = m // p
-    total = torch.zeros(rows, n, dtype=partial.dtype, device=x.device)
-    for other in gathered:
-        total += other[pg.rank() * rows : (pg.rank() + 1) * rows]
-    if bias is not None:
-        total += bias.to(total.dtype)
-    return total.to(fp8.result_dtype(x, scales)).view(shape)
-
-
-front.register(GEMM_RS)
+front.register(GEMM_RS, "_out")

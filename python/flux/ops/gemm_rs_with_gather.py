@@ -6,30 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed import ProcessGroup
 
 from flux._memory import readable
-from flux.calls import argument_types, checks, front
-from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
-from flux.comm import registry
+from flux.calls import checks, front
+from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group
+from flux.comm.group import GroupLike, process_group
 from flux.comm.workspace import NOTHING, Workspace
+from flux.ops import gemm as plain
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import gemm_rs as scatter
-from flux.plan.choose import Plan, workspace_plan
+from flux.plan.choose import Plan, Planned, workspace_plan
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
 
 
 def gemm_rs_with_gather(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rows: Tensor,
     *,
     group: GroupLike = None,
     transpose_weight: bool = False,
@@ -47,60 +46,83 @@ def gemm_rs_with_gather(
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
-    direct = may_skip_dispatch(x, weight, rows)
-    if not direct:
-        argument_types.check(
-            "gemm_rs_with_gather", x=x, weight=weight, rows=rows, transpose_weight=transpose_weight
-        )
-    direct = direct and not needs_grad(x, weight, rows)
-    name = group_name(group, "gemm_rs")
-    arguments = (x, weight, transpose_weight, rows, name)
-    return cast(Pair, dispatch(name, x.device, _eager if direct else _op, None, arguments))
+    given = {"x": x, "weight": weight, "transpose_weight": transpose_weight, "rows": rows}
+    return cast(Pair, front.enter(BOTH, given, group))
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
-) -> Pair:
-    p = process_group(group_name).size()
-    shape, _, _, _ = checks.gemm_args("gemm_rs", x, weight, None, transpose_weight, p)
-    return x.new_empty(shape), rows.new_empty(checks.all_gather_args("all_gather", rows, p))
+class Call(NamedTuple):
+    """The arguments of gemm_rs_with_gather. out: the sum and the gathered rows."""
+
+    x: Tensor
+    weight: Tensor
+    transpose_weight: bool
+    rows: Tensor
+    out: Any = None
 
 
-def _eager(
-    x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
-) -> Pair:
-    group = process_group(group_name)
-    shape, m, n, k = checks.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
-    checks.all_gather_args("all_gather", rows, group.size())
-    arguments = (x, weight, transpose_weight, rows, group, shape, (m, n, k))
-    return registry.in_turn(group, x.device, _both, *arguments)
+def _known(call: Call) -> dict[str, Any]:
+    return dict(zip(("x", "weight", "transpose_weight", "rows"), call, strict=False))
 
 
-def _both(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    transpose_weight: bool,
-    rows: torch.Tensor,
-    group: ProcessGroup,
-    shape: list[int],
-    sizes: tuple[int, int, int],
-) -> Pair:
-    """Makes both calls, without a call of another thread in between."""
+def _sizes(call: Call, p: int) -> front.Sizes:
+    shape, *sizes = checks.gemm_args("gemm_rs", call.x, call.weight, None, call.transpose_weight, p)
     m, n, k = sizes
-    if x.is_cuda and group.size() > 1:
-        workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
-        plans = _plans_beside(workspace, m, n, k, x.dtype, transpose_weight, rows)
-        if plans is not None:
-            product = x.new_empty(*shape)
-            out = product.view(-1, n)
-            with workspace.calling(plans[0], NOTHING):
-                gathered = _beside(workspace, *plans, x.reshape(m, k), weight, out, rows)
-            return product, gathered
-    product = front.below(scatter.GEMM_RS, scatter.Call(x, weight, None, transpose_weight), group)
-    return product, gather.call(rows, group)
+    return (shape, checks.all_gather_args("all_gather", call.rows, p)), m, n, k
 
 
-def gathers_beside(rows: torch.Tensor, weights: Sequence[torch.Tensor], group_name: str) -> bool:
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    _, m, n, k = sizes
+    return _planned(workspace, m, n, k, call.transpose_weight, call.rows)
+
+
+def _planned(workspace: Workspace, m: int, n: int, k: int, transpose_weight: bool, rows: Tensor) -> Plan:
+    """The plan of the GEMM; with those of both, if copy engines can gather while SMs send tiles."""
+    key = ("beside", m, n, k, transpose_weight, rows.shape, rows.dtype)
+    found: Planned | None = workspace.plans.get(key)
+    if found is None:
+        scattering = workspace_plan(workspace, "gemm_rs", m, n, k, rows.dtype, transpose_weight)
+        parts: tuple[Plan, ...] = ()
+        if scattering.way == "kernel" and isinstance(workspace, CudaWorkspace):
+            gathering = gather.gather_plan(workspace, rows, beside=True)
+            if gathering.by_flux and gathering.copied:
+                # Otherwise copy engines might already send the tiles.
+                parts = (replace(scattering, copied=False), gathering)
+        found = workspace.plans[key] = Planned(replace(scattering, way="beside", parts=parts))
+    return found.plan
+
+
+def _both(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Pair:
+    """Both calls, without a call of another thread in between."""
+    x, weight, transpose_weight, rows, (total, gathered) = call
+    scattering = scatter.Call(x, weight, None, transpose_weight, total)
+    if plan.parts and plan.parts[1].copied_now():
+        assert isinstance(workspace, CudaWorkspace)
+        x, total = x.reshape(plan.m, plan.k), total.view(-1, plan.n)
+        with workspace.calling(plan.parts[0], NOTHING):
+            _beside(workspace, plan, scattering._replace(x=x, out=total), rows, gathered)
+    else:
+        front.below(scatter.GEMM_RS, scattering, workspace.group)
+        gather.call(rows, workspace.group, gathered)
+    return cast(Pair, recipe.out)
+
+
+def _alone(call: Call) -> None:
+    x, weight, transpose_weight, rows, (total, gathered) = call
+    plain.run(plain.Call(x.flatten(0, -2), weight, None, transpose_weight, total.flatten(0, -2)))
+    gathered.copy_(rows)
+
+
+def _beside(workspace: CudaWorkspace, plan: Plan, call: scatter.Call, rows: Tensor, gathered: Tensor) -> None:
+    scattering, gathering = plan.parts
+    rows = readable(rows.reshape(-1, gathering.k))
+    with gather.enter(workspace, gathering) as (address, epoch):
+        launch = (address, epoch, gathering.chunk_rows)
+        _begin(rows, *launch)
+        scatter.kernel(workspace, scattering, call)
+        _finish(rows, gathered.view(-1, gathering.k), *launch, True)
+
+
+def gathers_beside(rows: Tensor, weights: Sequence[Tensor], group_name: str) -> bool:
     """Whether the backward pass of flux.ag_gemm(rows, weights) gathers the rows beside its GEMM: then keeping
     them gathered would save no time. Equal on all ranks.
     """
@@ -111,57 +133,24 @@ def gathers_beside(rows: torch.Tensor, weights: Sequence[torch.Tensor], group_na
     return _backward_beside(workspace, rows, sum(weight.shape[0] for weight in weights))
 
 
-def _backward_beside(workspace: Workspace, rows: torch.Tensor, n: int) -> bool:
+def _backward_beside(workspace: Workspace, rows: Tensor, n: int) -> bool:
     # The gradient [m, n] times the weights [n, k], which are read transposed.
     k = rows.shape[-1]
     m = rows.numel() // max(k, 1) * workspace.world_size
-    return _plans_beside(workspace, m, k, n, rows.dtype, True, rows) is not None
+    parts = _planned(workspace, m, k, n, True, rows).parts
+    return len(parts) > 0 and parts[1].copied_now()
 
 
-def _plans_beside(
-    workspace: Workspace,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    rows: torch.Tensor,
-) -> tuple[Plan, Plan] | None:
-    """Plans of both, if copy engines can gather while SMs send tiles; else None. Equal on all ranks."""
-    scattering = workspace_plan(workspace, "gemm_rs", m, n, k, dtype, transpose_weight)
-    if scattering.way != "kernel":
-        return None
-    gathering = gather.gather_plan(workspace, rows, beside=True)
-    if not (gathering.by_flux and gathering.copied_now()):
-        return None
-    if scattering.copied:  # copy engines already send the tiles
-        scattering = replace(scattering, copied=False)
-    return scattering, gathering
-
-
-def _beside(
-    workspace: CudaWorkspace,
-    scattering: Plan,
-    gathering: Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    rows: torch.Tensor,
-) -> torch.Tensor:
-    gathered = rows.new_empty(checks.all_gather_args("all_gather", rows, workspace.world_size))
-    rows = readable(rows.reshape(-1, gathering.k))
-    with gather.enter(workspace, gathering) as (address, epoch):
-        launch = (address, epoch, gathering.chunk_rows)
-        _begin(rows, *launch)
-        scatter.kernel(workspace, scattering, scatter.Call(x, weight, None, scattering.transpose_weight, out))
-        _finish(rows, gathered.view(-1, gathering.k), *launch, True)
-    return gathered
-
-
-for _device in ("CPU", "CUDA"):
-    library.impl("gemm_rs_with_gather", _eager, _device)
-torch.library.register_fake("flux::gemm_rs_with_gather", _fake, lib=library)
-
-_op: Any = torch.ops.flux.gemm_rs_with_gather.default
+BOTH = front.Collective(
+    name="gemm_rs_with_gather",
+    call=Call,
+    known=_known,
+    sizes=_sizes,
+    results=lambda call, sizes, name: (call.x.new_empty(sizes[0][0]), call.rows.new_empty(sizes[0][1])),
+    plan=_plan,
+    ways={"beside": _both},
+    alone=_alone,
+)
+front.register(BOTH)
 _begin: Any = torch.ops.flux._begin_all_gather.default
 _finish: Any = torch.ops.flux._all_gather.default

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Literal, cast
 
 import torch
-import torch.distributed as dist
 
 from flux import _invariance
-from flux._memory import wide_type
-from flux.calls import checks, front
+from flux.calls import front
 from flux.comm import repeat
-from flux.comm.group import GroupLike, process_group, resolve_group
+from flux.comm.group import GroupLike, process_group
 from flux.ops.ways.reduce_scatter import REDUCE_SCATTER, unfused
 
 _OP = REDUCE_SCATTER.number
@@ -59,21 +57,8 @@ def reduce_scatter(
         done = calls.call(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
-    given = {"x": x, "out": out, "wire": wire}
-    return cast(torch.Tensor, front.enter(REDUCE_SCATTER, given, group, wire is not None))
-
-
-def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """reduce_scatter with torch only: gathered, summed in fp32 (or float64) in rank order, rounded once."""
-    pg = resolve_group(group, "reduce_scatter")
-    rows, *_ = checks.reduce_scatter_args("reduce_scatter", x, pg.size())
-    wide = wide_type(x.dtype)
-    gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
-    dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
-    total = torch.zeros_like(gathered[0])
-    for other in gathered:
-        total += other
-    return total[pg.rank() * rows :][:rows].to(x.dtype)
+    given = {"x": x, "out": out} | ({} if wire is None else {"wire": wire})
+    return cast(torch.Tensor, front.enter(REDUCE_SCATTER, given, group))
 
 
 def by_torch(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
@@ -81,4 +66,4 @@ def by_torch(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     unfused(x, process_group(group_name), out)
 
 
-front.register(REDUCE_SCATTER)
+front.register(REDUCE_SCATTER, "_out")

@@ -12,8 +12,8 @@ from flux.calls import front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
-from flux.ops import ag_gemm
 from flux.ops.add_norm import add_norm_
+from flux.ops.ways import ag_gemm
 from flux.ops.ways.gemm_rs import GEMM_RS, Call
 
 Tensor = torch.Tensor
@@ -64,8 +64,8 @@ def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
     recipe = repeat.Recipe(_OP, dict(zip(names, given, strict=True)))
     front.below(GEMM_RS, Call(x, weight, bias, False, total[:share]), group, within=recipe)
     own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
-    biases = () if next_bias is None else (next_bias,)
-    (product,) = ag_gemm.below_dispatch(own, (next_weight,), biases, False, False, group, within=recipe)
+    gathering = ag_gemm.Call(own, (next_weight,), (next_bias,), False)
+    (product,) = front.below(ag_gemm.AG_GEMM, gathering, group, within=recipe)
     recipe.returns(total)
     recipe.returns(product)
     workspace = registry.find(group, x.device)

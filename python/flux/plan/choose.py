@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from flux import _env, _native
-from flux._invariance import demanded
+from flux import _env, _invariance, _native
+from flux.comm import cuda
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs
 from flux.fp8.scales import BLOCK, Scaling
 from flux.fp8.torch_product import why_not_torchs
+from flux.measured import files
 from flux.measured.times import WAYS as ALL_WAYS
 from flux.measured.times import Model, Modelled, choose, scaled
 from flux.plan.plan import RUNS, SUMS
 from flux.plan.plan import Plan as Plan
 from flux.plan.plan import PlanInput as PlanInput
+from flux.plan.plan import Planned as Planned
 
 # Operators without a GEMM: their time depends on the number of elements only.
 _ELEMENTS = ("all_gather", *SUMS)
@@ -134,7 +136,7 @@ def select_tile(op: str, problem: PlanInput) -> Any:
     shape, transposed, sms = (problem.m, problem.n, problem.k), problem.transpose_weight, problem.sms
     how: dict[str, Any] = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
     how |= problem.operands
-    if demanded():
+    if _invariance.demanded():
         typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
         tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms, **problem.operands).config
         config = tile | _NO_CLUSTER
@@ -168,19 +170,36 @@ def workspace_plan(
     n: int,
     k: int,
     dtype: torch.dtype,
-    transpose_weight: bool,
+    transpose_weight: bool = False,
     scaling: Scaling | None = None,
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
-    key = (op, m, n, k, dtype, transpose_weight, scaling)
-    plans = workspace.plans
-    plan: Plan | None = plans.get(key)
-    if plan is None:
+    key = (op, m, n, k, dtype, transpose_weight, scaling, _invariance.active())
+    found: Planned | None = workspace.plans.get(key)
+    if found is None:
         problem = problem_of(workspace, m, n, k, dtype, transpose_weight, scaling)
-        plan = plans[key] = carried_by(workspace, planned(op, problem))
+        found = workspace.plans[key] = Planned(carried_by(workspace, planned(op, problem)))
         if workspace.rank == 0:
             _record(op, problem)
-    return plan
+    return found.plan
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_without_workspace(op: str, problem: PlanInput, device: torch.device, batch_invariant: bool) -> Plan:
+    """The plan of an operator without a group, and before a group's first call. A group whose calls never run
+    fused has no workspace to cache plans.
+
+    Args:
+        problem: without what depends on the device. batch_invariant: whether calls must be.
+    """
+    if problem.on_gpu:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        problem = replace(problem, num_sms=num_sms, why_not=cuda.why_not(device))
+    problem = replace(problem, tuning=files.local(device))
+    if problem.world_size == 1 and op not in SUMS:
+        return planned("gemm", problem)
+    transport = "not known before the group's first call, when the ranks ask each other"
+    return planned(op, replace(problem, transport=transport))
 
 
 def planned(op: str, problem: PlanInput) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,7 @@ class Plan:
         batch_invariant: whether the call had to be batch invariant.
         num_sms: SMs that a launch may use; 0: all.
         levels: how it runs on several nodes, or None.
+        parts: of ag_gemm with several weights that its kernel multiplies, the plan of each.
 
     Example::
 
@@ -103,6 +104,7 @@ class Plan:
     estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
     num_sms: int = 0
     levels: TwoLevel | None = None
+    parts: tuple[Plan, ...] = field(default=(), repr=False)
 
     fused = _deprecated.attribute("fused", "by_flux")
 
@@ -149,6 +151,13 @@ class Plan:
             lines.append(f"  considered {others} us")
         lines += [f"  {way:<10} {us:.1f} us, {source}" for way, us, source in self.estimates]
         return "\n".join(lines)
+
+
+class Planned(NamedTuple):
+    """What holds for all calls of a group with equal facts: the plan, and what checks found."""
+
+    plan: Plan
+    sizes: Any = None
 
 
 @dataclass(frozen=True)

@@ -403,7 +403,7 @@ class EmulatedRanks:
         """
         workspaces = self._gathering(xs[0], copied, scales)
         outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
-        gathered = ag_gemm_ways.new_gathered(xs[0], self.world_size, scales)[1:]
+        gathered = ag_gemm_ways.new_gathered(xs[0], list(outs[0].shape), scales)[1:]
         of_rows = [
             ag_gemm_ways.scale_target([out, *(torch.empty_like(each) for each in gathered)]) for out in outs
         ]

@@ -16,10 +16,9 @@ from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Met, expecting_graphs
 from flux.measured.times import Fact, Tuning
-from flux.ops import ag_gemm, workspaces
 from flux.ops import gemm_rs_with_gather as beside
-from flux.ops.ways import ag_gemm as ag_gemm_ways
-from flux.ops.ways import all_gather, gemm_rs
+from flux.ops import workspaces
+from flux.ops.ways import ag_gemm, all_gather, gemm_rs
 from flux.plan.choose import Plan, PlanInput, workspace_plan
 from flux.plan.gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
@@ -253,8 +252,8 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ag_gemm_ways, "_kernel", lambda *args: launched.append(args))
-    monkeypatch.setattr(ag_gemm_ways, "_collect", lambda *args: launched.append(args))
+    monkeypatch.setattr(ag_gemm, "_kernel", lambda *args: launched.append(args))
+    monkeypatch.setattr(ag_gemm, "_collect", lambda *args: launched.append(args))
     workspace = make()
     x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
     weights = [torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (64, 16)]
@@ -263,13 +262,12 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
     storage = torch.empty(2048 * 16 + 1, dtype=torch.bfloat16)
     outs[1] = storage[1:].view(2048, 16)
     gathered = torch.empty(2048, 4096, dtype=torch.bfloat16)
-    call, plans = ag_gemm._plans(workspace, 2048, (64, 16), 4096, torch.bfloat16, False)
-    assert (call.n, [p.n for p in plans], call.copied) == (80, [64, 16], True)
+    plan = ag_gemm.plan_of(workspace, 2048, (64, 16), 4096, torch.bfloat16)
+    plans = plan.parts
+    assert (plan.n, [p.n for p in plans], plan.copied) == (80, [64, 16], True)
     for number in (1, 2):
-        operands = ag_gemm_ways.Operands(
-            x.t().contiguous().t(), weights, (None, None), False, workspace.group, outs, [gathered], ()
-        )
-        ag_gemm_ways.kernel(workspace, call, plans, operands)
+        call = ag_gemm.Call(x.t().contiguous().t(), weights, (None, None), False, True, [*outs, gathered])
+        ag_gemm.kernel(workspace, plan, call)
         first, second, collect = launched[-3:]
         address = first[5]
         assert first[1] is weights[0] and first[3] is outs[0] and first[0].is_contiguous()
@@ -285,8 +283,8 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
         ]
         assert collect == (first[0], gathered, address, number)
     machine.capturing = True
-    workspace.grow(call.signal_bytes, call.slot_bytes, "test", {})
-    ag_gemm_ways.kernel(workspace, call, plans, operands._replace(x=x, gathered=[]))
+    workspace.grow(plan.signal_bytes, plan.slot_bytes, "test", {})
+    ag_gemm.kernel(workspace, plan, call._replace(x=x, out=outs))
     assert [[launch[i] for i in (5, 8, 9, 10)] for launch in launched[-2:]] == [
         [workspace._address, 0, 0, False],
         [workspace._address, 0, 0, True],
@@ -303,11 +301,12 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
     workspace = make()
     x, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (256, 64))
     rows, few = (torch.zeros(count, 4096, dtype=torch.bfloat16) for count in (1024, 1023))
-    plans = beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, rows)
-    assert plans is not None
+    plan = beside._planned(workspace, 256, 64, 512, False, rows)
+    assert len(plan.parts) == 2
     for number in (1, 2):
         out = torch.empty(128, 64, dtype=torch.bfloat16)
-        gathered = beside._beside(workspace, *plans, x, weight, out, rows)
+        gathered = torch.empty(2048, 4096, dtype=torch.bfloat16)
+        beside._beside(workspace, plan, gemm_rs.Call(x, weight, None, False, out), rows, gathered)
         names = [name for name, _ in launched[-3:]]
         begin, kernel, finish = (args for _, args in launched[-3:])
         assert names == ["_begin", "_kernel", "_finish"]
@@ -316,13 +315,13 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
         assert (kernel[5], kernel[8], kernel[10]) == (workspace._address, 0, None) and begin[1] != kernel[5]
         assert begin[0].data_ptr() == finish[0].data_ptr() == rows.data_ptr()
         assert gathered.shape == (2048, 4096) and finish[1].data_ptr() == gathered.data_ptr()
-    assert beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, few) is None, "SMs send them"
-    assert beside._plans_beside(workspace, 256, 63, 512, x.dtype, False, rows) is None, "gemm_rs runs unfused"
+    assert not beside._planned(workspace, 256, 64, 512, False, few).parts, "SMs send them"
+    assert not beside._planned(workspace, 256, 63, 512, False, rows).parts, "gemm_rs runs unfused"
     # What "auto" of column_linear's save_gathered asks: of 64 columns of all weights, and of 63.
     asked = [beside._backward_beside(workspace, *call) for call in ((rows, 64), (few, 64), (rows, 63))]
     assert asked == [True, False, False]
     machine.capturing = True
-    assert beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, rows) is None, (
+    assert not beside._planned(workspace, 256, 64, 512, False, rows).parts[1].copied_now(), (
         "a graph holds no copies"
     )
     assert not beside._backward_beside(workspace, rows, 64)
@@ -335,13 +334,13 @@ def test_rows_go_beside_the_gemm_also_where_torch_gathers_sooner_alone(machine: 
         (Fact("all_gather", 2, 2, 2 * rows.numel(), 0, 0, {"kernel": 99.0, "torch": 50.0}),)
     )
     assert all_gather.gather_plan(workspace, rows).way == "torch"
-    plans = beside._plans_beside(workspace, 256, 64, 512, rows.dtype, False, rows)
-    assert plans is not None and plans[1].copied_now(), "a gather that a GEMM hides takes no time"
+    plans = beside._planned(workspace, 256, 64, 512, False, rows).parts
+    assert len(plans) == 2 and plans[1].copied_now(), "a gather that a GEMM hides takes no time"
 
 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:
-    call, _ = ag_gemm._plans(make(), 256, (64, 9, 8), 64, torch.bfloat16, False)
-    assert not call.by_flux and call.n == 81 and "n = 9" in call.reason
+    plan = ag_gemm.plan_of(make(), 256, (64, 9, 8), 64, torch.bfloat16)
+    assert not plan.by_flux and plan.n == 81 and "n = 9" in plan.reason
 
 
 def test_a_copy_is_a_whole_shard_of_whole_tiles() -> None:

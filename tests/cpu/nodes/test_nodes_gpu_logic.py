@@ -176,7 +176,7 @@ class Alone(Workspace):
     handshake = _allocate = _unreachable = calling = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self.num_sms, self._plans, self._plans_left_free = 132, ({}, {}), {}
+        self.num_sms, self.plans, self._plans_left_free = 132, {}, {}
 
 
 def stand_in(schedule: str, parts: int, nodes: int, log: list[str]) -> tuple[NodesWorkspace, Plan]:
@@ -263,10 +263,12 @@ def test_a_plain_gemm_of_a_node_of_one_rank_leaves_sms_free(monkeypatch: pytest.
     monkeypatch.setattr(gemm, "_kernel", lambda *arguments, **_: launched.append(arguments[-1]))
     monkeypatch.setattr(gemm, "_sms", lambda device: 132)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
-    monkeypatch.setitem(gemm._plans, (8, 8, 8, x.dtype, False, x.device, False, None), plan)
-    gemm.launch(x, x, None, False, torch.empty_like(x), 8, 8, 8)
+    monkeypatch.setattr(gemm, "plan_without_workspace", lambda *_: plan)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    call = gemm.Call(x, x, None, False, torch.empty_like(x))
+    gemm.launch(call)
     with gemm.leaving_free(4):
-        gemm.launch(x, x, None, False, torch.empty_like(x), 8, 8, 8)
+        gemm.launch(call)
     assert launched == [0, 128]
 
 

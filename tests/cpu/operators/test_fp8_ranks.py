@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import references
 import torch
 import torch.distributed as dist
 from cases import Answers, asked_at, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
@@ -20,9 +21,6 @@ from test_fp8_gemm import MUTANTS
 
 import flux
 from flux.fp8 import scales as fp8
-from flux.ops import ag_gemm as ag
-from flux.ops import gemm_ar as ar
-from flux.ops import gemm_rs as rs
 from flux.ops.norm_and_quant import Quant, rms_norm
 from flux.testing import ScaledCase, scaled_bound
 from flux.testing.scaled_data import exact_product
@@ -67,12 +65,12 @@ def own_rows(case: ScaledCase, rank: int) -> Tensor:
 
 
 def sum_reference(*arguments: Any) -> Tensor:
-    return ar.reference(*arguments[:5], None, *arguments[5:])
+    return references.gemm_ar(*arguments[:5], None, *arguments[5:])
 
 
 OPS = {
-    "gemm_rs": Op(flux.gemm_rs, rs.reference, own_rows, True),
-    "ag_gemm": Op(flux.ag_gemm, ag.reference, ScaledCase.gathered, False),
+    "gemm_rs": Op(flux.gemm_rs, references.gemm_rs, own_rows, True),
+    "ag_gemm": Op(flux.ag_gemm, references.ag_gemm, ScaledCase.gathered, False),
     "gemm_ar": Op(flux.gemm_ar, sum_reference, lambda case, rank: case.total(), True),
 }
 

@@ -21,7 +21,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.fp8.scales import Scaling
-from flux.ops import gemm_ar as ops
+from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import NONE, End
 from flux.ops.ways import exchange
 from flux.ops.ways import gemm_ar as gemm_ar_ways
@@ -374,7 +374,7 @@ def reserving(rank: int, world_size: int) -> str:
         case = GemmRsCase(m, n, 16, world_size)
         x, weight, _ = case.inputs(rank)
         assert torch.equal(flux.gemm_ar(x, weight), case.expected_sum())
-        assert torch.equal(flux.all_reduce(ops.plain.reference(x, weight)), case.expected_sum())
+        assert torch.equal(flux.all_reduce(plain.reference(x, weight)), case.expected_sum())
     assert (workspace.signal_bytes, workspace.slot_bytes) == room, "what was reserved did not suffice"
     assert str(flux.explain("gemm_ar", 8, 16, 16)).startswith("gemm_ar: x [8, 16], weight [16, 16]")
     return str(flux.explain("all_reduce", 8, 16, 0)).split(",")[0]

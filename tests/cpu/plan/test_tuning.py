@@ -21,7 +21,7 @@ from flux.fp8.scales import Scaling
 from flux.measured import files, machine
 from flux.measured.machine import Machine
 from flux.measured.times import Fact, Modelled, Tuning, choose
-from flux.plan.choose import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
+from flux.plan.choose import PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
 
 CPU = torch.device("cpu")
@@ -431,10 +431,7 @@ def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
         ]
         workspace = registry.existing(dist.group.WORLD)[0]
         ran = [
-            plan.way
-            for key, plan in workspace.plans.items()
-            if key[0] in ("gemm_ar", "gemm_ar_norm")
-            if isinstance(plan, Plan)
+            found.plan.way for key, found in workspace.plans.items() if key[0] in ("gemm_ar", "gemm_ar_norm")
         ]
         return [*explained, *ran]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import flux
 from flux.comm import registry
 from flux.ops import explain as asking
+from flux.plan import choose
 from flux.plan.choose import PLANNERS
 from flux.testing import spawn
 
@@ -43,18 +44,18 @@ def test_it_says_what_explain_says() -> None:
 
 
 def test_another_size_of_the_group_is_another_question() -> None:
-    asking._remembered_plans[False].cache_clear()
+    choose.plan_without_workspace.cache_clear()
     why_not = "the kernels need another GPU"
     gpu = torch.device("cuda", 0)
     properties = mock.patch(
         "torch.cuda.get_device_properties",
         return_value=SimpleNamespace(multi_processor_count=8, major=8, minor=0),
     )
-    with properties, mock.patch.object(asking.cuda, "why_not", return_value=why_not):
+    with properties, mock.patch.object(choose.cuda, "why_not", return_value=why_not):
         for size in (2, 4, 2):
             group = mock.Mock(size=lambda size=size: size)
             with mock.patch.object(asking.groups, "process_group", return_value=group):
                 told = asking.why_unfused("gemm_ar", 4, 8, 8, torch.bfloat16, gpu, "tp")
             assert told == why_not
-    assert asking._remembered_plans[False].cache_info().misses == 2
-    asking._remembered_plans[False].cache_clear()
+    assert choose.plan_without_workspace.cache_info().misses == 2
+    choose.plan_without_workspace.cache_clear()

@@ -17,9 +17,8 @@ from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace, Launch
 from flux.measured.times import Tuning
-from flux.ops import ag_gemm, gemm_ar
-from flux.ops.ways import ag_gemm as ag_gemm_ways
-from flux.ops.ways import all_gather, gemm_rs
+from flux.ops import gemm_ar
+from flux.ops.ways import ag_gemm, all_gather, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.plan import sums
 
@@ -55,7 +54,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         why_not=None,
         num_sms=132,
         tuning=Tuning(forced="kernel"),
-        _plans=({}, {}),
+        plans={},
         _plans_left_free={},
         failure=None,
         signal_bytes=ROOM,
@@ -90,7 +89,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     for name, module in {
         "gemm_rs": gemm_rs,
         "gemm_ar": gemm_ar_ways,
-        "ag_gemm": ag_gemm_ways,
+        "ag_gemm": ag_gemm,
         "all_gather": all_gather,
     }.items():
         monkeypatch.setattr(module, "_kernel", record(name))
@@ -135,7 +134,8 @@ def call(group: Any, op: str, **change: Any) -> Any:
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]
-    return ag_gemm.below_dispatch(x, weights, biases, transpose_weight, False, group, outs)[0]
+    of_call = ag_gemm.Call(x, weights, biases, transpose_weight, False, outs)
+    return front.below(ag_gemm.AG_GEMM, of_call, group)[0]
 
 
 OPS = ("gemm_rs", "gemm_ar", "ag_gemm")

@@ -38,7 +38,8 @@ from flux.calls import front
 from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import gemm as plain
-from flux.ops import gemm_rs, grouped_gemm
+from flux.ops import grouped_gemm
+from flux.ops.ways.gemm_rs import GEMM_RS
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -96,8 +97,8 @@ PYTHON, CPP = (1, 0), (0, 1)
 def test_a_gemm_is_repeated_without_a_group(machine: Machine, gemms: Any) -> None:
     calls = gemms
     x, weight, bias, out = tensor(2, 4, 64), tensor(16, 64), tensor(16), tensor(2, 4, 16)
-    plain._cuda(x, weight, bias, False)
-    plain._cuda_out(x, weight, bias, False, out)
+    flux.gemm(x, weight, bias)
+    flux.gemm(x, weight, bias, out=out)
     assert len(machine.dispatched) == 2 and len(calls) == 2
     result = flux.gemm(x, weight, bias)
     assert flux.gemm(x, weight, bias, out=out) is out
@@ -109,10 +110,10 @@ def test_a_gemm_is_repeated_without_a_group(machine: Machine, gemms: Any) -> Non
     ]
     assert result.shape == out.shape
     with plain.leaving_free(4):
-        assert calls.call(plain._OP, False, x, weight, bias, None, False) is None
+        assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is None
         with plain.leaving_free(0):
-            assert calls.call(plain._OP, False, x, weight, bias, None, False) is not None
-    assert calls.call(plain._OP, False, x, weight, bias, None, False) is not None
+            assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is not None
+    assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is not None
 
 
 def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspace: CudaWorkspace) -> None:
@@ -128,25 +129,20 @@ def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspa
 @pytest.mark.parametrize(
     "rows", [None, torch.zeros(24, dtype=torch.int32), torch.zeros(24, dtype=torch.int64)]
 )
-def test_a_grouped_gemm_is_repeated(
-    rows: torch.Tensor | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    calls = repeat.make()
-    monkeypatch.setattr(repeat, "without_group", lambda: calls)
+def test_a_grouped_gemm_is_repeated(rows: torch.Tensor | None, machine: Machine, gemms: Any) -> None:
     x, weight, offsets = tensor(24, 64), tensor(4, 32, 64), tensor(5, dtype=torch.int32)
     given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows}
     grouped_gemm._cuda(x, weight, offsets, rows, "swiglu")
     assert len(machine.dispatched) == 1
     if rows is not None and rows.dtype == torch.int64:
-        assert len(calls) == 0, "the kernel reads a copy"
+        assert len(gemms) == 0, "the kernel reads a copy"
         return
     result = flux.grouped_gemm(**given, activation="swiglu")
     assert result.shape == (24, 16) and len(machine.dispatched) == 1
     named = roles(given, result)
     wanted = ["x", "weight", "offsets", None if rows is None else "rows", "result 0", "scratch", None, None]
     assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [wanted]
-    assert calls.call(grouped_gemm._OP, False, x, weight, offsets, rows, 0) is None
+    assert gemms.call(grouped_gemm._OP, False, x, weight, offsets, rows, 0) is None
 
 
 def test_layers_of_experts_keep_no_promise_about_batches(machine: Machine, workspace: CudaWorkspace) -> None:
@@ -308,7 +304,7 @@ def test_a_call_that_cannot_be_repeated_now_goes_through_python(
     assert count(machine, call) == PYTHON
     machine.is_ready = True
     workspace._order.event = "event"
-    assert workspace.known.call(gemm_rs._OP, False, x, weight, None, None, False) is None
+    assert workspace.known.call(GEMM_RS.number, False, x, weight, None, None, False) is None
     workspace._order.event = None
     assert count(machine, call) == CPP
 
@@ -345,7 +341,7 @@ def test_streams_that_alternate_wait_for_each_other(
 def test_calls_of_other_threads_are_waited_for(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight = tensor(8, 64), tensor(16, 64)
     flux.gemm_rs(x, weight)
-    given = (gemm_rs._OP, False, x, weight, None, None, False)
+    given = (GEMM_RS.number, False, x, weight, None, None, False)
     tried: list[Any] = []
 
     def from_another_thread() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ from repeated import Machine, column_major, fp8, roles, scale, tensor, told
 from test_repeated_calls import CPP, PYTHON, count
 
 import flux
-from flux.comm import cuda, repeat
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
-from flux.measured import files
-from flux.measured.times import NO_FACTS
-from flux.ops import gemm as plain
 from flux.ops import grouped_gemm, norm_and_quant, quantize
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -24,15 +20,9 @@ _QUANTIZE = ("x", "quant", "scale", "ue8m0", "dtype")
 
 
 @pytest.fixture
-def alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
+def alone(gemms: Any) -> Any:
     """The known calls of operators without communication."""
-    properties, calls = SimpleNamespace(multi_processor_count=132), repeat.make()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    monkeypatch.setattr(files, "local", lambda device: NO_FACTS)
-    monkeypatch.setattr(plain, "_plans", {})
-    monkeypatch.setattr(repeat, "without_group", lambda: calls)
-    return calls
+    return gemms
 
 
 KINDS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
@@ -64,14 +54,12 @@ def test_a_gemm_is_repeated_with_its_own_scales(
         given |= {"scale_x": scale_x.clone(), "scale_w": scale_w.clone()}
         if transpose:
             given["weight"] = given["weight"].t()
-        inputs, how = (*list(given.values())[:3], transpose), {"out_dtype": out_dtype}
+        how = {"out_dtype": out_dtype, "transpose_weight": transpose}
         if with_out:
             given["out"] = tensor(8, 16, dtype=out_dtype)
-            plain._cuda_out(*inputs, given["out"], given["scale_x"], given["scale_w"], out_dtype)
-        else:
-            plain._cuda(*inputs, given["scale_x"], given["scale_w"], out_dtype)
+        flux.gemm(**given, **how)
         others = {name: value.clone() for name, value in given.items()}
-        result = flux.gemm(**others, **how, transpose_weight=transpose)
+        result = flux.gemm(**others, **how)
         assert result.shape == (8, 16) and result.dtype == out_dtype
         wanted = ["x", "weight", "bias", "out" if with_out else "result 0", "scale_x", "scale_w"]
         named = roles(others, result)
@@ -207,7 +195,18 @@ def test_a_grouped_gemm_of_fp8_is_repeated(of_experts: torch.Tensor, machine: Ma
     assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [wanted]
     how = (torch.bfloat16, "promoted")
     for activation, expected in (("silu", True), ("gelu", False), (None, False), ("sil", False)):
-        call = (grouped_gemm._OP, False, x, weight, offsets, None, activation, scale_x, scale_w, *how)
+        call = (
+            grouped_gemm._OP,
+            False,
+            x,
+            weight,
+            offsets,
+            None,
+            activation,
+            scale_x,
+            scale_w,
+            *how,
+        )
         assert (alone.call(*call) is not None) == expected
 
 

@@ -301,10 +301,7 @@ _LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None],
     "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.kernel(
         ws,
         plan,
-        (plan,),
-        ag_gemm.Operands(
-            x, (w,), (None,), plan.transpose_weight, ws.group, (out,), (), (scales,) if scales else ()
-        ),
+        ag_gemm.Call(x, (w,), (None,), plan.transpose_weight, False, [out], (scales,) if scales else ()),
     ),
     "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.fused_cuda(
         ws, plan, gemm_ar_ways.Operands(x, w, None, plan.transpose_weight, None, out, scales), NONE

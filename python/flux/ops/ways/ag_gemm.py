@@ -1,38 +1,122 @@
-"""The ways of running flux.ag_gemm: with torch, as all_gather and gemm, in a kernel, tile by tile on CPUs;
-and what they share: results and their checks, rows with scales as they are sent.
+"""The ways of running flux.ag_gemm: with torch, as all_gather and gemm, in a kernel, tile by tile on CPUs,
+and on several nodes. Operands are matrices, and scales canonical.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _invariance, _native
+from flux import _native
 from flux._memory import aligned, in_place, readable, readable_if_any, wide_type, writable
-from flux.calls import checks
+from flux.calls import checks, front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.workspace import Same, Workspace
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scales
 from flux.fp8.wide_product import WideWeight
 from flux.ops import gemm as plain
 from flux.ops.ways import all_gather as gather
-from flux.plan.choose import Plan
+from flux.ops.ways import two_level
+from flux.plan.choose import Plan, carried_by, problem_of, workspace_plan
+from flux.plan.gemm import plan_ag_gemm
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Biases = Sequence[Tensor | None]
 _OP = "ag_gemm"
-NUMBER = repeat.operator()
+
+
+class Call(NamedTuple):
+    """The arguments of flux.ag_gemm for a list of weights, the scales in one for each.
+
+    Attributes:
+        biases: one, which may be None, for each weight, or none at all.
+        out: a list: products, then the gathered x if that is asked for, and its scales.
+    """
+
+    x: Tensor
+    weights: Tensors
+    biases: Biases
+    transpose_weight: bool
+    return_gathered: bool = False
+    out: Any = None
+    scales: Sequence[Scales] = ()
+
+    @property
+    def products(self) -> list[Tensor]:
+        return self.out[: len(self.weights)]  # type: ignore[no-any-return]
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        return self.out[len(self.weights) :]  # type: ignore[no-any-return]
+
+    def each(self) -> Iterable[tuple[Tensor, Tensor | None, Tensor, Scales | None]]:
+        """Weight, bias, product and scales of each GEMM."""
+        scales = self.scales or (None,) * len(self.weights)
+        return zip(self.weights, self.biases, self.products, scales, strict=True)
+
+
+def call_of(
+    x: Tensor,
+    weight: Tensors,
+    bias: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    out: Any = None,
+    **scaling: Any,
+) -> Call:
+    scales = fp8.of_weights(_OP, len(weight), **scaling)
+    return Call(x, weight, bias, transpose_weight, return_gathered, out, scales)
+
+
+def arguments(
+    x: Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    outs: Tensors | None = None,
+    scaling: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """The arguments of a known call, as `_names` has them. scaling: as fp8.arguments returns it, with a list
+    of scales.
+    """
+    if scaling:
+        scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
+    biases = biases or (None,) * len(weights)
+    return (len(weights), transpose_weight, return_gathered, x, *weights, *biases, *scaling, *(outs or ()))
+
+
+@functools.cache
+def _names(weights: int, biases: int, scales: int, outs: int) -> tuple[str, ...]:
+    listed = [f"weight[{i}]" for i in range(weights)] + [f"bias[{i}]" for i in range(biases)]
+    if scales:
+        listed += ["scale_x", *(f"scale_w[{i}]" for i in range(scales)), "out_dtype", "accumulate"]
+    return ("count", "transpose_weight", "return_gathered", "x", *listed, *(f"out[{i}]" for i in range(outs)))
+
+
+def _known(call: Call) -> dict[str, Any]:
+    scales, given = call.scales, call[:6]
+    scaling = (scales[0].x, [each.w for each in scales], *scales[0][2:]) if scales else ()
+    biases = len(call.biases or call.weights)
+    names = _names(len(call.weights), biases, len(scales), len(call.out or ()))
+    return dict(zip(names, arguments(*given, scaling), strict=True))
+
+
+def _sizes(call: Call, p: int) -> front.Sizes:
+    x, weights, biases, transpose_weight, _, _, scales = call
+    return checks.ag_gemm_args(_OP, x, weights, biases, transpose_weight, p, scales)
 
 
 def new_products(x: Tensor, shapes: list[list[int]], scales: Sequence[Scales]) -> list[Tensor]:
@@ -42,9 +126,8 @@ def new_products(x: Tensor, shapes: list[list[int]], scales: Sequence[Scales]) -
     return [x.new_empty(*shape, dtype=scales[0].out_dtype) for shape in shapes]
 
 
-def new_gathered(x: Tensor, world_size: int, scales: Sequence[Scales]) -> list[Tensor]:
-    """Memory for the gathered x [M, ..., K], and for its scales [M, ..., scales of a row]."""
-    shape = [x.shape[0] * world_size, *x.shape[1:]]
+def new_gathered(x: Tensor, shape: list[int], scales: Sequence[Scales]) -> list[Tensor]:
+    """Memory for the gathered x of that shape, [M, ..., K], and for its scales [M, ..., scales of a row]."""
     gathered = x.new_empty(shape)
     if not scales:
         return [gathered]
@@ -56,49 +139,56 @@ def new_gathered(x: Tensor, world_size: int, scales: Sequence[Scales]) -> list[T
     return [gathered, flat.view(*shape[:-1], columns)]
 
 
-def check_outs(
-    outs: Tensors,
-    shapes: list[list[int]],
-    x: Tensor,
-    return_gathered: bool,
-    world_size: int,
-    scales: Sequence[Scales],
-) -> None:
-    """Checks the tensors that a call is to write: products, then what is gathered."""
-    count, kept = len(shapes), 0 if not return_gathered else 2 if scales else 1
+def _results(call: Call, sizes: front.Sizes, op: str) -> list[Tensor]:
+    (shapes, *_), (x, *_, outs, scales) = sizes, call
+    gathered = [shapes[0][0], *x.shape[1:]]
+    if outs is None:
+        made = new_products(x, shapes, scales)
+        return made + new_gathered(x, gathered, scales) if call.return_gathered else made
+    count, kept = len(shapes), 0 if not call.return_gathered else 2 if scales else 1
     if len(outs) != count + kept:
-        checks.fail(_OP, "out", f"{count + kept} tensors", f"{len(outs)}")
+        checks.fail(op, "out", f"{count + kept} tensors", f"{len(outs)}")
     for i, (out, shape) in enumerate(zip(outs, shapes, strict=False)):
         which = f"[{i}]" if count > 1 else ""
-        checks.out_arg(_OP, out, shape, x, which, scales[0] if scales else None)
+        checks.out_arg(op, out, shape, x, which, scales[0] if scales else None)
     if kept:
-        checks.out_arg(_OP, outs[count], [x.shape[0] * world_size, *x.shape[1:]], x, "[gathered]")
+        checks.out_arg(op, outs[count], gathered, x, "[gathered]")
+    return list(outs)
 
 
-def results(
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    shapes: list[list[int]],
-    world_size: int,
-    return_gathered: bool,
-    outs: Tensors | None,
-    scales: Sequence[Scales],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The tensors that the call writes (new, or given and checked): all, products, and what is gathered."""
-    count = len(shapes)
-    if outs is None:
-        written = new_products(x, shapes, scales)
-        if return_gathered:
-            written += new_gathered(x, world_size, scales)
-    else:
-        written = list(outs)
-        check_outs(written, shapes, x, return_gathered, world_size, scales)
-        read = (x, *weights, *biases, *(scale for each in scales for scale in each[:2]))
-        for i, out in enumerate(written[: count + return_gathered]):
-            which = f"[{i}]" if count > 1 else ""
-            checks.separate(_OP, "out" + which, out, *read, *written[:i])
-    return written, written[:count], written[count:]
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    (_, m, *_), (x, weights, biases, transpose_weight, gathers, out, scales) = sizes, call
+    biases = biases or (None,) * len(weights)
+    if scales:
+        weights, transpose_weight, scales = canonical(weights, transpose_weight, scales)
+    if x.dim() != 2:
+        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        out = [each.view(m, each.shape[-1]) for each in out]
+    return Call(x, weights, biases, transpose_weight, gathers, out, scales)
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    _, m, ns, k = sizes
+    scaling = call.scales[0].scaling(k) if call.scales else None
+    return plan_of(workspace, m, ns, k, call.x.dtype, call.transpose_weight, scaling)
+
+
+def plan_of(workspace: Workspace, m: int, ns: tuple[int, ...], *rest: Any) -> Plan:
+    """The plan of the gather, on which ranks must agree, and in it those of several weights. Then its n is
+    the sum of their columns. If one of them cannot run fused, none does.
+
+    Args:
+        rest: of workspace_plan, from k on.
+    """
+    if len(ns) > 1 and workspace.topology is None:
+        each = [carried_by(workspace, plan_ag_gemm(problem_of(workspace, m, n, *rest))) for n in ns]
+        for plan in each:
+            if not plan.by_flux:
+                return replace(plan, n=sum(ns))
+        # Measurements are of one weight with all columns.
+        whole = workspace_plan(workspace, _OP, m, sum(ns), *rest)
+        return whole if whole.way != "kernel" else replace(each[0], n=sum(ns), parts=tuple(each))
+    return workspace_plan(workspace, _OP, m, sum(ns), *rest)
 
 
 def canonical(
@@ -113,15 +203,6 @@ def canonical(
         made.append(shared.canonical(n, k, transpose_weight))
         found.append(weight.t() if transpose_weight else weight)
     return found, False, made
-
-
-def without_none(x: Tensor, weights: Tensors, biases: Biases, transpose_weight: bool) -> Tensors:
-    """Replaces None by zeros: torch gives no gradients to the tensors of a list that contains None."""
-    n_axis = -1 if transpose_weight else 0
-    return [
-        x.new_zeros(weight.shape[n_axis]) if bias is None else bias
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
 
 
 class Rows:
@@ -154,89 +235,79 @@ class Rows:
             if found is not None and out.data_ptr() != found.data_ptr():
                 out.copy_(found)
 
-    def received(self, sent: Tensor, scaling: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        """The arguments x and scaling of a call for rows that were sent."""
-        return self.rows(sent), (self.scale(sent), *scaling[1:]) if scaling else ()
+    def received(self, sent: Tensor, call: Call, outs: Tensors) -> Call:
+        """The call for rows that were sent."""
+        scale = self.scale(sent)
+        scales = [] if scale is None else [each._replace(x=scale) for each in call.scales]
+        return call._replace(x=self.rows(sent), out=list(outs), scales=scales)
 
 
-def products(
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    outs: Tensors,
-    scales: Sequence[Scales],
-    by: Callable[..., None] = plain.run,
-) -> None:
-    """The products of x [..., k] without communication. by: computes one."""
-    of_weights = scales or (None,) * len(weights)
-    for weight, bias, out, scale in zip(weights, biases, outs, of_weights, strict=True):
-        by(x, weight, bias, transpose_weight, out, scale)
+def alone(call: Call) -> None:
+    """The call in a group of one rank."""
+    _products(call, plain.run)
+    for target, source in zip(call.gathered, (call.x, *[each.x for each in call.scales[:1]]), strict=True):
+        target.copy_(source if source is call.x else fp8.of_elements(source, call.x.shape[0]))
 
 
-def _by_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transpose_weight: bool, out: Tensor, scale: Scales | None
-) -> None:
-    if not x.is_cuda:
-        plain.run(x, weight, bias, transpose_weight, out, scale)
-    elif x.shape[1] > 0 and out.numel() > 0:
-        weight, transpose_weight, scale = fp8.canonical(weight, transpose_weight, scale)
-        plain.unfused(x, weight, bias, transpose_weight, out, scale)
-    elif out.numel() > 0:
-        out.zero_()
-        if bias is not None:
-            out += bias
+def _products(call: Call, by: Callable[..., None]) -> None:
+    for weight, bias, out, scale in call.each():
+        by(plain.Call(call.x, weight, bias, call.transpose_weight, out, scale))
 
 
-def copy_gathered(gathered: Tensors, x: Tensor, scales: Sequence[Scales]) -> None:
-    """Writes rows and scales that are already there."""
-    if not gathered:
-        return
-    gathered[0].copy_(x)
-    if scales:
-        k, shape = x.shape[-1], gathered[1].shape
-        gathered[1].copy_(fp8.of_elements(scales[0].canonical_x(k), shape[:-1].numel()).view(shape))
+def _by_torch(call: plain.Call) -> None:
+    if not call.x.is_cuda:
+        plain.run(call)
+    elif call.x.shape[1] > 0 and call.out.numel() > 0:
+        plain.unfused(call)
+    elif call.out.numel() > 0:
+        call.out.zero_()
+        if call.bias is not None:
+            call.out += call.bias
 
 
-class Operands(NamedTuple):
-    """A call whose x is a matrix: what it reads, its group, and what it writes."""
-
-    x: Tensor
-    weights: Tensors
-    biases: Biases
-    transpose_weight: bool
-    group: ProcessGroup
-    outs: Tensors
-    gathered: Tensors
-    scales: Sequence[Scales]
+def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """With torch."""
+    _one_by_one(call, workspace.group, gather.unfused, _by_torch)
 
 
-def unfused(operands: Operands) -> None:
-    """The call with torch."""
-    _one_by_one(operands, gather.unfused, _by_torch)
-
-
-def by_flux(workspace: Workspace, operands: Operands, also: Same, recipe: repeat.Recipe) -> None:
-    """The call as all_gather and gemm. also: as in gemm_rs.call. recipe: of the call."""
+def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+    """As all_gather and gemm."""
+    _returned(recipe)
+    also = {**recipe.same, "n": float(plan.n)}
     all_gather = functools.partial(gather.call, also=also, within=recipe)
-    everybody = _one_by_one(operands, all_gather, functools.partial(plain.run, within=recipe))
-    if isinstance(workspace, CudaWorkspace) and not operands.scales:  # which torch packs beside the rows
-        if not operands.gathered:
+    everybody = _one_by_one(call, workspace.group, all_gather, functools.partial(plain.run, within=recipe))
+    if isinstance(workspace, CudaWorkspace) and not call.scales:  # which torch packs beside the rows
+        if not call.gathered:
             recipe.allocates(everybody)
-        workspace.remember_parts(recipe, 1 + len(operands.weights))
+        workspace.remember_parts(recipe, 1 + len(call.weights))
+    return recipe.out
 
 
-def _one_by_one(call: Operands, all_gather: Callable[..., object], gemm: Callable[..., None]) -> Tensor:
+def _returned(recipe: repeat.Recipe) -> list[int]:
+    """The operands for the results of a call."""
+    return [recipe.returns(out, f"out[{i}]") for i, out in enumerate(recipe.out)]
+
+
+def _one_by_one(
+    call: Call, group: ProcessGroup, all_gather: Callable[..., object], gemm: Callable[..., None]
+) -> Tensor:
     """Rows of all ranks by `all_gather`, then products by `gemm`. Returns the rows as they were sent."""
-    rows, scales = Rows(call.x, call.scales), call.scales
-    everybody = rows.everybody(call.group, call.gathered)
-    all_gather(rows.sent, call.group, everybody)
-    x, scale = rows.rows(everybody), rows.scale(everybody)
-    if scale is not None:
-        scales = [each._replace(x=scale) for each in scales]
-    products(x, call.weights, call.biases, call.transpose_weight, call.outs, scales, gemm)
+    rows = Rows(call.x, call.scales)
+    everybody = rows.everybody(group, call.gathered)
+    all_gather(rows.sent, group, everybody)
+    _products(rows.received(everybody, call, call.out), gemm)
     rows.copy(everybody, call.gathered)
     return everybody
+
+
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """Among nodes, then inside each."""
+    rows = Rows(call.x, call.scales)
+
+    def inside(sent: Tensor, outs: Tensors) -> None:
+        front.below(AG_GEMM, rows.received(sent, call, outs), workspace.node_group)
+
+    two_level.gather(workspace, plan, rows.sent, inside, call.out)
 
 
 def scale_target(gathered: Tensors) -> list[Tensor]:
@@ -253,130 +324,38 @@ def scale_target(gathered: Tensors) -> list[Tensor]:
 
 
 def kernel(
-    workspace: CudaWorkspace,
-    call: Plan,
-    plans: tuple[Plan, ...],
-    operands: Operands,
-    recipe: repeat.Recipe | None = None,
+    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
-    """Launches the kernel for each weight, by `plans`. recipe: of the call, if it is to be known."""
-    x, weights, biases, _, _, outs, gathered, scales = operands
+    """A launch for each weight. recipe: of the call, if it is to be known."""
+    x, scales, gathered = call.x, call.scales, call.gathered
     # Allocations may run out of memory, so they come before the call is opened.
     source = readable(x)
-    of_weights = scales or (None,) * len(weights)
     launches = [
         (source, aligned(weight), readable_if_any(bias), writable(out))
-        for weight, bias, out in zip(weights, biases, outs, strict=True)
+        for weight, bias, out, _ in call.each()
     ]
     targets = [writable(gathered[0]), *scale_target(gathered)] if gathered else []
     collected = (scales[0].x, targets[1]) if scales and gathered else ()
+    plans = plan.parts or (plan,) * len(launches)
 
     def enqueue() -> None:
-        reuse, sms = False, call.num_sms
-        for plan, tensors, scale in zip(plans, launches, of_weights, strict=True):
-            launch = (address, plan.choice, sms, epoch, chunk_rows, reuse)
-            _kernel(*tensors, call.transpose_weight, *launch, **fp8.for_kernel(x, scale))
-            reuse = True
+        for i, (of_weight, tensors) in enumerate(zip(plans, launches, strict=True)):
+            # The rows that the first launch gathers are used by the others.
+            how = (address, of_weight.choice, plan.num_sms, epoch, chunk_rows, i > 0)
+            scaled = fp8.for_kernel(x, scales[i] if scales else None)
+            _kernel(*tensors, plan.transpose_weight, *how, **scaled)
         if targets:
             _collect(source, targets[0], address, epoch, *collected)
 
-    with gather.enter(workspace, call) as (address, epoch):
-        chunk_rows = gather.chunk_rows(call, epoch)
+    with gather.enter(workspace, plan) as (address, epoch):
+        chunk_rows = gather.chunk_rows(plan, epoch)
         enqueue()
-    if recipe is not None:
-        _remember(workspace, recipe, enqueue, launches, operands, targets, epoch > 0)
-    for (*_, product), out in zip(launches, outs, strict=True):
-        if product is not out:
-            out.copy_(product)
-    for target, out in zip(targets, gathered, strict=True):
+    written = [*(product for *_, product in launches), *targets]
+    if recipe is not None and in_place(written, call.out):
+        _remember(workspace, recipe, enqueue, launches, call, epoch > 0)
+    for target, out in zip(written, call.out, strict=True):
         if target.data_ptr() != out.data_ptr():
             out.copy_(target if target.dim() == 2 else target[:, None])
-
-
-def protocol(
-    workspace: CpuWorkspace, call: Plan, plans: tuple[Plan, ...], operands: Operands, epoch: int
-) -> None:
-    """The kernel's work on the CPU, tile by tile."""
-    x, weights, biases, _, _, outs, gathered, scales = operands
-    rows = Rows(x, scales)
-    arrivals = gather.Arrivals(workspace, call, epoch, rows.sent)
-    of_weights = scales or (None,) * len(weights)
-    for plan, weight, bias, out, scale in zip(plans, weights, biases, outs, of_weights, strict=True):
-        _compute_tiles(arrivals, rows, workspace.rank, plan, weight, bias, out, scale)
-    if gathered:
-        everybody = gathered[0]
-        if scales:
-            everybody = rows.sent.new_empty(call.m, rows.sent.shape[1])
-        for source in range(call.world_size):
-            arrivals.copy_to(everybody, source)
-        rows.copy(everybody, gathered)
-
-
-def _compute_tiles(
-    arrivals: gather.Arrivals,
-    sent: Rows,
-    rank: int,
-    plan: Plan,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    scale: Scales | None,
-) -> None:
-    """Tiles of own rows first, others as their rows arrive."""
-    core = _native.core
-    p, rows = plan.world_size, plan.m // plan.world_size
-    wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
-    wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
-    config = core.tile_config(plan.config)
-    block_m, block_n = config.block_m, config.block_n
-    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
-    for source, m_tile, n_tile in order:
-        columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
-        block = arrivals.block(source, m_tile)
-        tile = wide_w.times(sent.rows(block), columns, sent.scale(block))
-        if wide_bias is not None:
-            tile += wide_bias[columns]
-        first_row = source * rows + m_tile * block_m
-        out[first_row : first_row + tile.shape[0], columns] = tile
-
-
-def given(
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    outs: Tensors | None,
-    scaling: tuple[Any, ...] = (),
-) -> tuple[Any, ...]:
-    """The arguments of a call, as `_names` has them. scaling: as fp8.arguments returns it, with a list of
-    scales.
-    """
-    if scaling:
-        scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
-    tensors = (x, *weights, *(biases or (None,) * len(weights)), *scaling, *(outs or ()))
-    return (NUMBER, len(weights), transpose_weight, (return_gathered << 1) + _invariance.active(), *tensors)
-
-
-def recipe_of(
-    arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool, within: repeat.Recipe | None = None
-) -> repeat.Recipe:
-    """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales. within: of the
-    call that this one is a part of.
-    """
-    made = repeat.Recipe(arguments[0], dict(zip(_names(count, scaled), arguments[1:], strict=False)), within)
-    for i, out in enumerate(outs):
-        made.returns(out, f"out[{i}]")
-    return made
-
-
-def _names(count: int, scaled: bool) -> Iterator[str]:
-    yield from ("count", "transpose_weight", "return_gathered", "x")
-    for name in ("weight", "bias"):
-        yield from (f"{name}[{i}]" for i in range(count))
-    if scaled:
-        yield from ("scale_x", *(f"scale_w[{i}]" for i in range(count)), "out_dtype", "accumulate")
-    yield from (f"out[{i}]" for i in itertools.count())
 
 
 def _remember(
@@ -384,31 +363,78 @@ def _remember(
     recipe: repeat.Recipe,
     enqueue: Callable[[], None],
     launches: Sequence[tuple[Tensor | None, ...]],
-    operands: Operands,
-    gathered: Tensors,
+    call: Call,
     by_copy_engine: bool,
 ) -> None:
-    """Makes a call known.
-
-    Args:
-        launches: x, weight, bias and product of each.
-        gathered: what a last launch writes the gathered rows to, and their scales; or nothing.
-    """
-    scales = operands.scales
-    read: dict[str, Tensor | None] = {"scale_x": scales[0].x} if scales else {}
+    """Makes a call known. launches: x, weight, bias and product of each."""
+    results = _returned(recipe)
+    read: dict[str, Tensor | None] = {"scale_x": call.scales[0].x} if call.scales else {}
     numbers = []
     for i, (x, weight, bias, _) in enumerate(launches):
         read |= {"x": x, f"weight[{i}]": weight, f"bias[{i}]": bias}
-        read |= {f"scale_w[{i}]": scales[i].w} if scales else {}
-        used = [*recipe.numbers("x", f"weight[{i}]", f"bias[{i}]"), recipe.results[i]]
+        read |= {f"scale_w[{i}]": call.scales[i].w} if call.scales else {}
+        used = [*recipe.numbers("x", f"weight[{i}]", f"bias[{i}]"), results[i]]
         numbers.append(used + recipe.numbers("scale_x", f"scale_w[{i}]"))
-    if gathered:
-        rows, *their_scales = recipe.results[len(launches) :]
+    if call.gathered:
+        rows, *their_scales = results[len(launches) :]
         numbers.append([recipe.number("x"), rows, recipe.number("scale_x"), *their_scales])
-    written, outs = (*(product for *_, product in launches), *gathered), (*operands.outs, *operands.gathered)
-    if recipe.in_place(**read) and in_place(written, outs):
+    if recipe.in_place(**read):
         workspace.remember(recipe, enqueue, numbers, by_copy_engine)
 
 
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """The kernel's work on the CPU, tile by tile."""
+    rows = Rows(call.x, call.scales)
+    arrivals = gather.Arrivals(workspace, plan, epoch, rows.sent)
+    plans = plan.parts or (plan,) * len(call.weights)
+    for of_weight, (weight, bias, out, scale) in zip(plans, call.each(), strict=True):
+        wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
+        _compute_tiles(arrivals, rows, workspace.rank, of_weight, wide_w, bias, out)
+    if call.gathered:
+        everybody = call.gathered[0]
+        if call.scales:
+            everybody = rows.sent.new_empty(plan.m, rows.sent.shape[1])
+        for source in range(plan.world_size):
+            arrivals.copy_to(everybody, source)
+        rows.copy(everybody, call.gathered)
+
+
+def _compute_tiles(
+    arrivals: gather.Arrivals,
+    sent: Rows,
+    rank: int,
+    plan: Plan,
+    wide_w: WideWeight,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Tiles of own rows first, others as their rows arrive."""
+    core, p = _native.core, plan.world_size
+    wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
+    config = core.tile_config(plan.config)
+    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
+    for source, m_tile, n_tile in order:
+        columns = slice(n_tile * config.block_n, (n_tile + 1) * config.block_n)
+        block = arrivals.block(source, m_tile)
+        tile = wide_w.times(sent.rows(block), columns, sent.scale(block))
+        if wide_bias is not None:
+            tile += wide_bias[columns]
+        first_row = source * (plan.m // p) + m_tile * config.block_m
+        out[first_row : first_row + tile.shape[0], columns] = tile
+
+
+AG_GEMM = front.Collective(
+    name=_OP,
+    call=call_of,
+    known=_known,
+    sizes=_sizes,
+    results=_results,
+    matrices=_matrices,
+    plan=_plan,
+    # Contents of biases may differ, because each rank has its own columns.
+    same=lambda call: {"bias": ", ".join("none" if bias is None else "given" for bias in call.biases)},
+    alone=alone,
+    ways={"torch": by_torch, "parts": parts, "kernel": kernel, "protocol": protocol, "nodes": nodes},
+)
 _kernel: Any = torch.ops.flux._ag_gemm.default
 _collect: Any = torch.ops.flux._collect.default

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux import _invariance, _native
+from flux import _native
 from flux._memory import movable, readable, writable
 from flux.calls import checks, front
 from flux.comm import repeat
@@ -55,17 +55,9 @@ def call(
     return cast(torch.Tensor, front.below(ALL_GATHER, Call(x, out), group, also, within))
 
 
-def _known(call: Call) -> dict[str, Any]:
-    return {"batch_invariant": _invariance.active(), "x": call.x, "out": call.out}
-
-
 def _sizes(call: Call, p: int) -> front.Sizes:
     shape = checks.all_gather_args("all_gather", call.x, p)
     return shape, shape[0], 0, math.prod(shape[1:])
-
-
-def _facts(x: torch.Tensor, out: torch.Tensor | None, at_once: bool) -> tuple[Any, ...]:
-    return "all_gather", x.shape, x.dtype, at_once
 
 
 def _matrices(call: Call, sizes: front.Sizes) -> Call:
@@ -78,22 +70,17 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
 
 
 def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_once: bool = False) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem.
+    """The plan of all_gather of x [rows, ...] on a workspace.
 
     Args:
         beside: a GEMM hides it, so it does not matter what is sooner alone.
         at_once: nothing does (`awaited`).
     """
     rows = x.shape[0]
-    m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
-    key = ("all_gather", m, k, x.dtype, beside, at_once)
-    plan: Plan | None = workspace.plans.get(key)
-    if plan is None:
-        problem = problem_of(workspace, m, 0, k, x.dtype)
-        by_sms = _by_sms(problem) if at_once else None
-        plan = PLANNERS["all_gather"](problem) if beside else by_sms or planned("all_gather", problem)
-        plan = workspace.plans[key] = carried_by(workspace, plan)
-    return plan
+    problem = problem_of(workspace, rows * workspace.world_size, 0, x.numel() // rows if rows else 0, x.dtype)
+    by_sms = _by_sms(problem) if at_once else None
+    plan = PLANNERS["all_gather"](problem) if beside else by_sms or planned("all_gather", problem)
+    return carried_by(workspace, plan)
 
 
 def _by_sms(problem: PlanInput) -> Plan | None:
@@ -213,15 +200,12 @@ class Arrivals:
 
 ALL_GATHER = front.Collective(
     name="all_gather",
-    number=repeat.operator(),
     call=Call,
-    known=_known,
+    known=lambda call: {"x": call.x, "out": call.out},
     sizes=_sizes,
-    facts=_facts,
     matrices=_matrices,
     plan=_plan,
     ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
-    inputs=("x",),
 )
-AWAITED = ALL_GATHER._replace(number=repeat.operator())
+AWAITED = replace(ALL_GATHER, number=repeat.operator())
 _kernel: Any = torch.ops.flux._all_gather.default

@@ -67,7 +67,7 @@ def unfused(operands: Operands, group: ProcessGroup) -> None:
     if x.shape[1] == 0:
         product.zero_()
     elif x.is_cuda:
-        plain.unfused(x, weight, None, transpose_weight, product, scales)
+        plain.unfused(plain.Call(x, weight, None, transpose_weight, product, scales))
         dist.all_reduce(product, group=group)
     else:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in the result's
         product = of_wide(x, weight, transpose_weight, scales)

@@ -6,66 +6,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from flux import _invariance, _native
+from flux import _native
 from flux._memory import aligned, readable_if_any, wide_type, writable
-from flux.calls import checks, front
+from flux.calls import front
 from flux.comm import group as groups
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Same, Workspace
+from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
-from flux.fp8.scales import Scales
 from flux.fp8.wide_product import WideWeight, product
 from flux.ops import gemm as plain
+from flux.ops.gemm import Call as Call
 from flux.ops.ways import reduce_scatter, two_level
 from flux.ops.ways.reduce_scatter import REDUCE_SCATTER
 from flux.plan.choose import Plan, workspace_plan
 
 Tensor = torch.Tensor
-NUMBER = repeat.operator()
-
-
-class Call(NamedTuple):
-    """The arguments of flux.gemm_rs, the scales in one."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    transpose_weight: bool
-    out: Any = None  # of ways: a tensor
-    scales: Scales | None = None
-
-
-def call_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transpose_weight: bool, out: Any = None, **scaling: Any
-) -> Call:
-    return Call(x, weight, bias, transpose_weight, out, fp8.given("gemm_rs", **scaling) if scaling else None)
-
-
-def _known(call: Call) -> dict[str, Any]:
-    given = {"batch_invariant": _invariance.active(), "x": call.x, "weight": call.weight, "bias": call.bias}
-    given |= {"out": call.out, "transpose_weight": call.transpose_weight}
-    return given if call.scales is None else given | fp8.by_name(call.scales)
-
-
-def _sizes(call: Call, p: int) -> front.Sizes:
-    x, weight, bias, transpose_weight, _, scales = call
-    return checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-
-
-def _matrices(call: Call, sizes: front.Sizes) -> Call:
-    (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, call
-    if scales is not None:
-        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
-    if x.dim() != 2:
-        x, out = x.reshape(m, k), out.view(out.shape[:-1].numel(), n)
-    return Call(x, weight, bias, transpose_weight, out, scales)
 
 
 def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
@@ -74,24 +36,20 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
     return workspace_plan(workspace, "gemm_rs", m, n, k, call.x.dtype, call.transpose_weight, scaling)
 
 
-def _alone(call: Call) -> None:
-    x, weight, bias, transpose_weight, out, scales = call
-    plain.run(x, weight, bias, transpose_weight, out, scales)
-
-
-def parts(workspace: Workspace, plan: Plan, call: Call, same: Same, recipe: repeat.Recipe) -> None:
+def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
     """As gemm and reduce_scatter."""
-    x, weight, bias, transpose_weight, out, scales = call
+    x, bias, out = call.x, call.bias, call.out
     partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
     recipe.returns(recipe.out, "out")
     recipe.allocates(partial)
-    plain.run(x, weight, None, transpose_weight, partial, scales, recipe)
-    front.below(REDUCE_SCATTER, reduce_scatter.Call(partial, out), workspace.group, same, recipe)
+    plain.run(call._replace(bias=None, out=partial), recipe)
+    front.below(REDUCE_SCATTER, reduce_scatter.Call(partial, out), workspace.group, recipe.same, recipe)
     if bias is not None:
         out += bias
         recipe.add_step(torch.Tensor.add_, out, bias)
     if isinstance(workspace, CudaWorkspace):
         workspace.remember_parts(recipe, 2 + (bias is not None))
+    return recipe.out
 
 
 def by_torch(
@@ -105,7 +63,7 @@ def by_torch(
         out.zero_()
     elif x.device.type == "cuda":
         partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
-        plain.unfused(x, weight, None, transpose_weight, partial, scales)
+        plain.unfused(call._replace(bias=None, out=partial))
         groups.reduce_scatter()(out, partial, group=workspace.group)
     else:
         # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
@@ -213,17 +171,13 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
 
 GEMM_RS = front.Collective(
     name="gemm_rs",
-    number=NUMBER,
-    call=call_of,
-    known=_known,
-    sizes=_sizes,
-    facts=functools.partial(checks.facts, "gemm_rs"),
-    matrices=_matrices,
+    call=functools.partial(plain.call_of, "gemm_rs"),
+    known=plain.known,
+    sizes=functools.partial(plain.sizes, "gemm_rs"),
+    matrices=plain.matrices,
     plan=_plan,
     same=lambda call: {"bias": call.bias},
-    alone=_alone,
-    ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
-    parts={"parts": parts},
-    inputs=("x", "weight", "bias", "scale_x", "scale_w"),
+    alone=plain.launch,
+    ways={"torch": by_torch, "parts": parts, "kernel": kernel, "protocol": protocol, "nodes": nodes},
 )
 _kernel: Any = torch.ops.flux._gemm_rs.default

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _invariance
 from flux._memory import wide_type
 from flux.calls import checks, front
 from flux.comm import group as groups
@@ -35,7 +34,7 @@ class Call(NamedTuple):
 
 
 def _known(call: Call) -> dict[str, Any]:
-    given = {"batch_invariant": _invariance.active(), "x": call.x, "out": call.out}
+    given = {"x": call.x, "out": call.out}
     return given if call.wire is None else given | {"wire": call.wire}
 
 
@@ -44,10 +43,6 @@ def _sizes(call: Call, p: int) -> front.Sizes:
     shape = checks.reduce_scatter_args("reduce_scatter", call.x, p)
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     return shape, p, math.prod(shape), 0
-
-
-def _facts(x: Tensor, out: Tensor | None, wire: str | None) -> tuple[Any, ...]:
-    return "reduce_scatter", x.shape, x.dtype, wire
 
 
 def _matrices(call: Call, sizes: front.Sizes) -> Call:
@@ -112,14 +107,11 @@ def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequenc
 
 REDUCE_SCATTER = front.Collective(
     name="reduce_scatter",
-    number=repeat.operator(),
     call=Call,
     known=_known,
     sizes=_sizes,
-    facts=_facts,
     matrices=_matrices,
     plan=_plan,
     same=lambda call: int8_sum.same(call.wire),
     ways={"torch": by_torch, "kernel": exchange, "protocol": exchange, "nodes": nodes},
-    inputs=("x",),
 )
