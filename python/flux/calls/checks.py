@@ -323,8 +323,7 @@ def separate(
     may_be: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """Checks that elements of an output of a call share no memory with each other, nor with the other tensors
-    of the call, unless it is one of `may_be`. Tells autograd that it is written, which torch does not see of a
-    kernel.
+    of the call, unless it is one of `may_be`. Tells autograd that it is written, which torch does not see.
     """
     not_expanded(op, name, written)
     for other in others:

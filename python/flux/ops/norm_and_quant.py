@@ -75,7 +75,8 @@ class End(NamedTuple):
             scale = made.quantised[1].view(quantising.scales_shape(total, self.quant))
         else:
             q, scale = quantising.empty(total, self.quant, _E4M3)
-            quantising.run(normalised, self.quant, self.quant_scale, self.ue8m0, q, scale)
+            call = quantising.Call(normalised, self.quant, self.quant_scale, self.ue8m0, _E4M3, (q, scale))
+            quantising.run(call)
         found = (q, scale, total)
         return (*found, normalised) if self.return_norm else found
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from flux import _deprecated, _native
+from flux import _deprecated, _invariance, _native
 from flux._memory import readable
-from flux.calls import argument_types, checks
-from flux.calls.dispatch import may_skip_dispatch
-from flux.calls.schemas import library
+from flux.calls import checks, front
 from flux.comm import repeat
 from flux.fp8.scales import BLOCK, FP8, OLD_WORDS, empty_column_major
 
@@ -25,7 +23,6 @@ Pair = tuple[Tensor, Tensor]
 QUANTS = ("tensor", "row", "group128", "block128")
 # Smaller largest values count as this one, so that no scale is zero or denormal.
 _LEAST_AMAX = 1e-10
-_OP = repeat.operator()
 _MANTISSA = (1 << 23) - 1  # of fp32
 
 
@@ -68,15 +65,24 @@ def quantize(
         assert out.shape == (8, 128) and out.dtype == torch.bfloat16
     """
     if not torch.compiler.is_compiling():
-        done = repeat.without_group().call(_OP, x, quant, scale, ue8m0, dtype)
+        known = (QUANTIZE.number, _invariance.active(), x, quant, scale, ue8m0, dtype)
+        done = repeat.without_group().call(*known)
         if done is not None:
             return cast(Pair, done)
     quant = _deprecated.word("quantize", "quant", quant, OLD_WORDS)
-    direct = may_skip_dispatch(x, scale)
-    if not direct:
-        argument_types.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
-    checks.no_backward("quantize", x=x, scale=scale)
-    return cast(Pair, (_eager if direct else _op)(x, quant, scale, ue8m0, dtype))
+    given = {"x": x, "quant": quant, "scale": scale, "ue8m0": ue8m0, "dtype": dtype}
+    return cast(Pair, front.enter(QUANTIZE, given))
+
+
+class Call(NamedTuple):
+    """The arguments of flux.quantize. out: q and scales."""
+
+    x: Tensor
+    quant: str
+    scale: Tensor | None
+    ue8m0: bool
+    dtype: torch.dtype = torch.float8_e4m3fn
+    out: Any = None
 
 
 def checked(
@@ -119,53 +125,24 @@ def scales_shape(x: Tensor, quant: str) -> list[int]:
     return [*rows, groups] if quant == "group128" else [*rows[:-1], -(-rows[-1] // BLOCK), groups]
 
 
-def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
-    checked("quantize", x, quant, scale, ue8m0, dtype)
+def _results(call: Call, sizes: front.Sizes, op: str) -> Pair:
+    x, quant = call.x, call.quant
+    checked(op, x, quant, call.scale, call.ue8m0, call.dtype)
     least = 2 if quant == "block128" else 1
     if x.dim() < least:
-        checks.fail("quantize", "x", f"at least {least} dimensions for {quant!r}", x.dim())
-    checks.floating("quantize", x)
-    return empty(x, quant, dtype)
+        checks.fail(op, "x", f"at least {least} dimensions for {quant!r}", x.dim())
+    checks.floating(op, x)
+    return empty(x, quant, call.dtype)
 
 
-def _eager(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
-    given = {"x": x, "quant": quant, "scale": scale, "ue8m0": ue8m0, "dtype": dtype}
-    done = repeat.without_group().call_below(_OP, *given.values())
-    if done is not None:
-        return cast(Pair, done)
-    q, scales = _fake(x, quant, scale, ue8m0, dtype)
-    run(x, quant, scale, ue8m0, q, scales, repeat.Recipe(_OP, given))
-    return q, scales
-
-
-def run(
-    x: Tensor,
-    quant: str,
-    scale: Tensor | None,
-    ue8m0: bool,
-    q: Tensor,
-    scales: Tensor,
-    recipe: repeat.Recipe | None = None,
-) -> None:
-    """Writes the quantised x to q, and its scales. recipe: of the call, if it is to be known."""
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and x.shape[-1] % 8 == 0:
-        launch(x, quant, scale, ue8m0, q, scales, recipe)
+def run(call: Call, recipe: repeat.Recipe | None = None) -> None:
+    """Writes the quantised x, and its scales. recipe: of the call, if it is to be known."""
+    x, quant, scale, ue8m0, _, (q, scales) = call
+    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() and x.shape[-1] % 8 == 0):
+        if scale is not None:
+            scales.copy_(scale.reshape(1))
+        by_torch(x, quant, ue8m0, q, scales, scale is not None)
         return
-    if scale is not None:
-        scales.copy_(scale.reshape(1))
-    by_torch(x, quant, ue8m0, q, scales, scale is not None)
-
-
-def launch(
-    x: Tensor,
-    quant: str,
-    scale: Tensor | None,
-    ue8m0: bool,
-    q: Tensor,
-    scales: Tensor,
-    recipe: repeat.Recipe | None = None,
-) -> None:
-    """As run, in the kernel."""
     source, parts = readable(x), scratch(q, quant, scale)
     enqueue = functools.partial(_kernel, source, q, scales, QUANTS.index(quant), ue8m0, scale, parts)
     enqueue()
@@ -238,11 +215,14 @@ def dequantized(q: Tensor, scales: Tensor, quant: str) -> Tensor:
     return q.to(torch.float32) * _spread(scales, quant, q)
 
 
-reference = _eager
-
-for _device in ("CPU", "CUDA"):
-    library.impl("quantize", _eager, _device)
-torch.library.register_fake("flux::quantize", _fake, lib=library)
-
-_op: Any = torch.ops.flux.quantize.default
+QUANTIZE = front.Collective(
+    name="quantize",
+    call=Call,
+    known=lambda call: dict(zip(Call._fields[:5], call[:5], strict=True)),
+    sizes=lambda call, p: ((), 0, 0, 0),
+    results=_results,
+    alone=run,
+    differentiable=False,
+)
+front.register(QUANTIZE)
 _kernel: Any = torch.ops.flux._quantize.default

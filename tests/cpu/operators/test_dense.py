@@ -80,7 +80,8 @@ def random_data(rank: int, p: int) -> None:
     for dtype in [*DTYPES, torch.float64]:
         x, weight = draw(rank, dtype, (160 * p, 200), (300, 200))
         for op, terms in (("gemm_rs", p), ("ag_gemm", 1)):
-            result = getattr(flux, op)(x, weight)
+            call = getattr(flux, op)
+            result = call(x, weight)
             exact = getattr(references, op)(x.double(), weight.double())
             assert torch.equal(result, call(x, weight)), f"{dtype}: not bitwise repeatable"
             assert is_near(result, exact, *tolerance(200, dtype, terms)), dtype

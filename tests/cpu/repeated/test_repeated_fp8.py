@@ -16,7 +16,6 @@ from flux.ops import grouped_gemm, norm_and_quant, quantize
 
 pytest_plugins = ("repeated",)  # fixtures
 E5M2 = torch.float8_e5m2
-_QUANTIZE = ("x", "quant", "scale", "ue8m0", "dtype")
 
 
 @pytest.fixture
@@ -143,10 +142,7 @@ def test_quantize_is_repeated(
 ) -> None:
     x, given_scale = tensor(*shape), scale(1) if static else None
     arguments: tuple[Any, ...] = (x, quant, given_scale, False, torch.float8_e4m3fn)
-    q, scales = quantize.empty(x, quant, torch.float8_e4m3fn)
-    quantize.launch(
-        *arguments[:4], q, scales, repeat.Recipe(quantize._OP, dict(zip(_QUANTIZE, arguments, strict=True)))
-    )
+    q, scales = flux.quantize(x, quant, scale=given_scale)
     given = {"x": x.clone(), "scale": None if given_scale is None else given_scale.clone()}
     results = flux.quantize(**given, quant=quant)
     assert [(t.shape, t.stride(), t.dtype) for t in results] == [
@@ -163,17 +159,13 @@ def test_quantize_is_repeated(
         (x.half(), quant, given_scale, False, torch.float8_e4m3fn),
         (x, quant + "8", given_scale, False, torch.float8_e4m3fn),
     ):
-        assert alone.call(quantize._OP, *other) is None
-    assert alone.call(quantize._OP, *arguments) is not None
+        assert alone.call(quantize.QUANTIZE.number, False, *other) is None
+    assert alone.call(quantize.QUANTIZE.number, False, *arguments) is not None
 
 
 def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, alone: Any) -> None:
     x = tensor(8, 512)[:, ::2]
-    arguments = (x, "row", None, False, torch.float8_e4m3fn)
-    results = quantize.empty(x, "row", torch.float8_e4m3fn)
-    quantize.launch(
-        *arguments[:4], *results, repeat.Recipe(quantize._OP, dict(zip(_QUANTIZE, arguments, strict=True)))
-    )
+    flux.quantize(x, "row")
     assert len(machine.dispatched) == 1 and len(alone) == 0
 
 
