@@ -264,6 +264,22 @@ def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     return shape
 
 
+def grads(
+    op: str, x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None, shape: list[int]
+) -> None:
+    """Checks the types of x and of a gradient, and the sum of that shape to which their product is added."""
+    floating(op, x)
+    if grad_output.dtype != x.dtype:
+        fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
+    if main_grad is not None and list(main_grad.shape) != shape:
+        fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
+    if main_grad is not None and main_grad.dtype not in (x.dtype, wide_type(x.dtype)):
+        fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
+    for name, tensor in (("grad_output", grad_output), ("main_grad", main_grad)):
+        if tensor is not None and tensor.device != x.device:
+            fail(op, name, f"device {x.device}, that of x", tensor.device)
+
+
 def list_like(op: str, name: str, value: object, like: int | None) -> None:
     """Checks that an argument is a list of `like` entries if weight is a list, and no list otherwise."""
     is_list = isinstance(value, (list, tuple))

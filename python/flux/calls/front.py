@@ -82,7 +82,7 @@ class Collective:
     answer: Callable[[Any, Any], Any] = lambda call, made: call.out
     differentiable: bool = True
     number: int = field(default_factory=repeat.operator)
-    runs: Callable[[Any, ProcessGroup], Any] | None = None
+    runs: Callable[[Any, Any], Any] | None = None
 
 
 def enter(
@@ -120,7 +120,7 @@ def enter(
     grouped = "group_name" in _ARGUMENTS[op.name]
     if direct and not needs_grad(*inputs.values()):
         return run(op, op.call(**given), resolve_group(group, op.name) if grouped else None)
-    variant = "_quant" if "quant" in given else "_norm" if given.get("norm_weight") is not None else ""
+    variant = "" if given.get("norm_weight") is None else "_quant" if "quant" in given else "_norm"
     name = op.name + (variant if out is None else "_out")
     torch_op = getattr(torch.ops.flux, name).default
     if grouped:

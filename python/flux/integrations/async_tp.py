@@ -389,8 +389,8 @@ def _why_not(
         return "tensor cores read fp8 weights [k, n] column by column only"
     if x.is_cpu:
         return None  # torch's implementation is no faster there
-    how = (transposed,) if scaling is None else (False, scaling)
+    how: Any = {"transpose_weight": scaling is None and transposed, "scaling": scaling}
     m = math.prod(x.shape[:-1]) * (ranks if op == "ag_gemm" else 1)
-    common = (x.shape[-1], x.dtype, x.device, group_name, *how)
-    reasons = (why_unfused(op, m, b.shape[1], *common) for b in bs)
+    common = (x.shape[-1], x.dtype, x.device, group_name)
+    reasons = (why_unfused(op, m, b.shape[1], *common, **how) for b in bs)
     return next((reason for reason in reasons if reason is not None), None)

@@ -149,12 +149,8 @@ def ag_gemm(
         tensor; with scales also theirs, [M, ..., 1] or [M, ..., K / 128].
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument does not fit, or needs a gradient in a call with `out` or scales; `out` shares
-            memory with an input or another `out`; or, where the ranks notice, they made different calls.
-        CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
-            flux.check raises it.
-        RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+        TypeError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
+        ValueError: as flux.gemm_rs; or two of `out` share memory.
 
     Example::
 

@@ -6,7 +6,7 @@ Gradients are those of the sum of all ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,46 +110,33 @@ def none_for_rest(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     return *grads, *(None for _ in range(len(ctx.needs_input_grad) - len(grads)))
 
 
-def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.transpose_weight, scale_x, *_ = inputs
-    no_scales("gemm", scale_x)
-    _save_operands(ctx, x, weight)
+def _setup(op: str) -> Callable[[Any, tuple[Any, ...], Any], None]:
+    """Keeps what the backward pass of an operator needs of its arguments."""
+    names = [each.name for each in getattr(torch.ops.flux, op).default._schema.arguments]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = dict(zip(names, inputs, strict=False))
+        no_scales(op, given.get("scale_x"))
+        ctx.group_name, ctx.transpose_weight = given.get("group_name"), given.get("transpose_weight")
+        if "weight" in given:
+            needs_x, needs_weight = ctx.needs_input_grad[:2]
+            ctx.save_for_backward(given["x"] if needs_weight else None, given["weight"] if needs_x else None)
+
+    return setup
 
 
-def _gemm_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.transpose_weight, ctx.group_name, scale_x, *_ = inputs
-    no_scales("gemm_rs", scale_x)
-    _save_operands(ctx, x, weight)
-
-
-def _save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-
-
-def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of gemm and gemm_rs."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    return none_for_rest(
-        ctx,
-        gemm(grad, weight, transpose_weight=not ctx.transpose_weight) if needs_x else None,
-        weight_grad(grad, x, ctx.transpose_weight) if needs_weight else None,
-        bias_grad(grad) if needs_bias else None,
-    )
-
-
-def _gemm_rs_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_x, gathered = scattered_input_grad(
-        grad, weight, ctx.transpose_weight, ctx.group_name, needs_x, needs_weight
-    )
-    return none_for_rest(
-        ctx,
-        grad_x,
-        None if gathered is None else weight_grad(gathered, x, ctx.transpose_weight),
-        bias_grad(grad) if needs_bias else None,
-    )
+    grad_x, rows = None, grad if needs_weight else None
+    if ctx.group_name is not None:
+        needs = needs_x, needs_weight
+        grad_x, rows = scattered_input_grad(grad, weight, ctx.transpose_weight, ctx.group_name, *needs)
+    elif needs_x:
+        grad_x = gemm(grad, weight, transpose_weight=not ctx.transpose_weight)
+    grad_weight = None if rows is None else weight_grad(rows, x, ctx.transpose_weight)
+    return none_for_rest(ctx, grad_x, grad_weight, bias_grad(grad) if needs_bias else None)
 
 
 def _ag_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -200,20 +187,11 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     return none_for_rest(ctx, grad_x, grad_weights, grad_biases)
 
 
-def _with_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, ctx.transpose_weight, _, ctx.group_name = inputs
-    _save_operands(ctx, x, weight)
-
-
 def _with_gather_backward(ctx: Any, grad: Tensor, of_gathered: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x, grad_weight, *_ = _gemm_rs_backward(ctx, grad)
+    grad_x, grad_weight, *_ = _product_backward(ctx, grad)
     needs_rows = ctx.needs_input_grad[3]
     grad_rows = reduce_scatter(of_gathered, group=ctx.group_name) if needs_rows else None
     return grad_x, grad_weight, None, grad_rows, None
-
-
-def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group_name = inputs[1]
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,12 +202,14 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return none_for_rest(ctx, all_gather(grad, group=ctx.group_name))
 
 
-for _name, _setup, _backward in (
-    ("gemm", _gemm_setup, _gemm_backward),
-    ("gemm_rs", _gemm_rs_setup, _gemm_rs_backward),
-    ("ag_gemm", _ag_gemm_setup, _ag_gemm_backward),
-    ("gemm_rs_with_gather", _with_gather_setup, _with_gather_backward),
-    ("all_gather", _all_gather_setup, _all_gather_backward),
-    ("reduce_scatter", _all_gather_setup, _reduce_scatter_backward),
-):
-    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=library)
+_BACKWARDS: dict[str, Any] = {
+    "gemm": _product_backward,
+    "gemm_rs": _product_backward,
+    "ag_gemm": _ag_gemm_backward,
+    "gemm_rs_with_gather": _with_gather_backward,
+    "all_gather": _all_gather_backward,
+    "reduce_scatter": _reduce_scatter_backward,
+}
+for _name, _backward in _BACKWARDS.items():
+    _of_name = _ag_gemm_setup if _name == "ag_gemm" else _setup(_name)
+    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_of_name, lib=library)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed import ProcessGroup
 
 from flux import _deprecated, _invariance
 from flux.calls import argument_types, checks
@@ -88,12 +91,19 @@ def explain(
     world_size = 1 if process_group is None else process_group.size()
     if op in ("gemm_rs", "ag_gemm", "reduce_scatter") and m % world_size:
         fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
-    if process_group is not None and world_size > 1:
-        workspace = registry.find(process_group, device)
-        if workspace is not None:
-            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
-    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, scaling=scaling)
-    return plan_without_workspace(op, problem, device, _invariance.active())
+    return _planned(op, device, process_group, m, n, k, dtype, transpose_weight, scaling)
+
+
+def _planned(op: str, device: torch.device, group: ProcessGroup | None, *problem: Any) -> Plan:
+    """problem: as of workspace_plan."""
+    world_size = 1 if group is None else group.size()
+    workspace = None if group is None or world_size == 1 else registry.find(group, device)
+    if workspace is not None:
+        return workspace_plan(workspace, op, *problem)
+    m, n, k, dtype, transpose_weight, scaling = problem
+    sizes = (m, n, k, dtype, transpose_weight, world_size)
+    of_device = PlanInput(device.type, *sizes, scaling=scaling)
+    return plan_without_workspace(op, of_device, device, _invariance.active())
 
 
 def _scaling(
@@ -114,28 +124,15 @@ def _scaling(
 
 
 def why_unfused(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group_name: str,
-    transpose_weight: bool = False,
-    scaling: Scaling | None = None,
+    op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group_name: str, **how: Any
 ) -> str | None:
     """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
 
     Takes some microseconds for a known problem. Arguments are not checked; they must be those of a call
-    that its operator accepts.
+    that its operator accepts. how: transpose_weight and scaling, as of a Plan.
     """
-    group = groups.process_group(group_name)
-    workspace = registry.find(group, device)
-    if workspace is not None:
-        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
-    else:
-        problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, group.size(), scaling=scaling)
-        plan = plan_without_workspace(op, problem, device, _invariance.active())
+    options = how.get("transpose_weight", False), how.get("scaling")
+    plan = _planned(op, device, groups.process_group(group_name), m, n, k, dtype, *options)
     return None if plan.by_flux else plan.reason
 
 

@@ -138,23 +138,22 @@ def _choice(rows: float, adds: bool) -> int:
     return 1 if rows <= 128 else 0
 
 
-def _fake(grad_output: Tensor, x: Tensor, offsets: Tensor, op: str = "grouped_wgrad") -> Tensor:
+def _fake(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None = None) -> Tensor:
+    op = "grouped_wgrad" if main_grad is None else "grouped_wgrad_accum"
     if x.dim() != 2:
         checks.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
     if grad_output.dim() != 2 or grad_output.shape[0] != x.shape[0]:
         expected = f"[m, n] with m = {x.shape[0]}, the rows of x"
         checks.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
-    checks.floating(op, x)
-    if grad_output.dtype != x.dtype:
-        checks.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         checks.fail(op, "offsets", "shape [experts + 1]", f"shape {list(offsets.shape)}")
     if offsets.dtype != torch.int32:
         checks.fail(op, "offsets", "dtype int32", offsets.dtype)
-    for name, tensor in (("grad_output", grad_output), ("offsets", offsets)):
-        if tensor.device != x.device:
-            checks.fail(op, name, f"device {x.device}, that of x", tensor.device)
-    return x.new_empty(offsets.shape[0] - 1, grad_output.shape[1], x.shape[1])
+    if offsets.device != x.device:
+        checks.fail(op, "offsets", f"device {x.device}, that of x", offsets.device)
+    shape = [offsets.shape[0] - 1, grad_output.shape[1], x.shape[1]]
+    checks.grads(op, x, grad_output, main_grad, shape)
+    return x.new_empty(shape) if main_grad is None else main_grad
 
 
 def _bounds(op: str, x: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -200,14 +199,7 @@ def _has_grouped_gemm(grad: Tensor, x: Tensor) -> bool:
 
 
 def _accum_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
-    op = "grouped_wgrad_accum"
-    shape = list(_fake(grad_output, x, offsets, op).shape)
-    if list(main_grad.shape) != shape:
-        checks.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
-    if main_grad.dtype not in (x.dtype, wide_type(x.dtype)):
-        checks.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
-    if main_grad.device != x.device:
-        checks.fail(op, "main_grad", f"device {x.device}, that of x", main_grad.device)
+    _fake(grad_output, x, offsets, main_grad)
 
 
 def _accum_checked(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:

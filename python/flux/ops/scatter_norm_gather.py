@@ -27,8 +27,7 @@ def scatter_norm_gather(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
+    behind: tuple[Tensor, Tensor | None],
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """gemm_rs, residual added, RMSNorm, ag_gemm. C++ repeats all of it as one call. A collective.
@@ -39,8 +38,7 @@ def scatter_norm_gather(
         bias: [N], the same on all ranks.
         residual: [⌈M/p⌉, N] or more rows, which are not read.
         norm_weight: [N].
-        next_weight: [C, N].
-        next_bias: [C].
+        behind: weight [C, N] and bias [C] of the last product.
 
     Returns:
         [M, N], whose first ⌈M/p⌉ rows are the sum and the residual, the others undefined; and [M, C].
@@ -48,7 +46,7 @@ def scatter_norm_gather(
     group, tokens = process_group(group_name), x.shape[0]
     if missing := -tokens % group.size():
         x = pad(x, (0, 0, 0, missing))
-    given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias)
+    given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, *behind)
     calls = repeat.of_groups.get(group)
     done = None if calls is None else calls.call_below(*given)
     total, product = _call(group, *given[1:]) if done is None else done

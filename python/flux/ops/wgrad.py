@@ -69,43 +69,24 @@ def _fake(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -
     if grad_output.shape[:-1] != x.shape[:-1]:
         expected = f"the leading dimensions of x, {list(x.shape[:-1])}"
         checks.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
-    if x.dtype not in checks.FLOATING:
-        checks.fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
-    shape = [grad_output.shape[-1], x.shape[-1]]
-    if list(main_grad.shape) != shape:
-        checks.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
-    if grad_output.dtype != x.dtype:
-        checks.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
-    if main_grad.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
-        checks.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
-    for name, tensor in (("grad_output", grad_output), ("main_grad", main_grad)):
-        if tensor.device != x.device:
-            checks.fail(op, name, f"device {x.device}, that of x", tensor.device)
+    checks.grads(op, x, grad_output, main_grad, [grad_output.shape[-1], x.shape[-1]])
 
 
-def _checked(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+def _run(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
     _fake(grad_output, x, main_grad)
     checks.separate("wgrad_accum", "main_grad", main_grad, grad_output, x)
-
-
-def _cpu(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
-    _checked(grad_output, x, main_grad)
-    wide = torch.promote_types(x.dtype, torch.float32)
     a, b = _matrix(grad_output).t(), _matrix(x)
-    main_grad.copy_(torch.addmm(main_grad.to(wide), a.to(wide), b.to(wide)))
-
-
-def _cuda(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
-    _checked(grad_output, x, main_grad)
-    a, b = _matrix(grad_output).t(), _matrix(x)
-    if main_grad.dtype == x.dtype:
+    if not x.is_cuda:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        main_grad.copy_(torch.addmm(main_grad.to(wide), a.to(wide), b.to(wide)))
+    elif main_grad.dtype == x.dtype:
         torch.addmm(main_grad, a, b, out=main_grad)
     else:
         torch.addmm(main_grad, a, b, out_dtype=main_grad.dtype, out=main_grad)
 
 
-library.impl("wgrad_accum", _cpu, "CPU")
-library.impl("wgrad_accum", _cuda, "CUDA")
+for _device in ("CPU", "CUDA"):
+    library.impl("wgrad_accum", _run, _device)
 torch.library.register_fake("flux::wgrad_accum", _fake, lib=library)
 
 _op: Any = torch.ops.flux.wgrad_accum.default

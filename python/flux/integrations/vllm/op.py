@@ -240,8 +240,8 @@ def _runs_fused(x: Tensor, weight: Tensor, group_name: str, scale_x: Any, out_dt
         return True
     n, k = weight.shape
     scaling = scaling_of(scale_x, k, out_dtype)
-    problem = (_tokens(x), n, k, x.dtype, x.device, group_name, False, scaling)
-    return why_unfused("gemm_ar", *problem) is None
+    problem = (_tokens(x), n, k, x.dtype, x.device, group_name)
+    return why_unfused("gemm_ar", *problem, scaling=scaling) is None
 
 
 def scaling_of(scale_x: Tensor | None, k: int, out_dtype: torch.dtype | None) -> Scaling | None:

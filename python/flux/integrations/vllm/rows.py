@@ -150,7 +150,7 @@ def scatter_norm_gather(
         residual = own_rows(residual, True, group_name)
     weights = plain(weight), plain(bias)
     next_ones = plain(next_weight), plain(next_bias)
-    return joined.scatter_norm_gather(x, *weights, residual, norm_weight, eps, *next_ones, group_name)
+    return joined.scatter_norm_gather(x, *weights, residual, norm_weight, eps, next_ones, group_name)
 
 
 @operator(lambda a: torch.empty_like(a.residual))

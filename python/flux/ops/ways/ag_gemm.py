@@ -245,8 +245,11 @@ class Rows:
 def alone(call: Call) -> None:
     """The call in a group of one rank."""
     _products(call, plain.run)
-    for target, source in zip(call.gathered, (call.x, *[each.x for each in call.scales[:1]]), strict=True):
-        target.copy_(source if source is call.x else fp8.of_elements(source, call.x.shape[0]))
+    if call.gathered:
+        rows, *scale = call.gathered
+        rows.copy_(call.x)
+        if scale:
+            scale[0].copy_(fp8.of_elements(call.scales[0].x, call.x.shape[0]))
 
 
 def _products(call: Call, by: Callable[..., None]) -> None:
@@ -254,20 +257,9 @@ def _products(call: Call, by: Callable[..., None]) -> None:
         by(plain.Call(call.x, weight, bias, call.transpose_weight, out, scale))
 
 
-def _by_torch(call: plain.Call) -> None:
-    if not call.x.is_cuda:
-        plain.run(call)
-    elif call.x.shape[1] > 0 and call.out.numel() > 0:
-        plain.unfused(call)
-    elif call.out.numel() > 0:
-        call.out.zero_()
-        if call.bias is not None:
-            call.out += call.bias
-
-
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
     """With torch."""
-    _one_by_one(call, workspace.group, gather.unfused, _by_torch)
+    _one_by_one(call, workspace.group, gather.unfused, plain.unfused if call.x.is_cuda else plain.run)
 
 
 def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
