@@ -6,7 +6,6 @@ Every message names the operator, the argument, the expected value and the given
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -43,27 +42,6 @@ def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors:
 def no_backward_through_out(op: str, **tensors: torch.Tensor | None) -> None:
     """As no_backward, for a call that writes to `out`."""
     no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
-
-
-def facts(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    out: torch.Tensor | None = None,
-    scales: Scales | None = None,
-) -> tuple[Any, ...]:
-    """A cache key: all that gemm_args and the plan of a call depend on, except the group and x's device.
-
-    A plan is valid for all calls with equal facts on the same group and device. Eager calls look it up in the
-    plans of their workspace, because checking and planning again takes the host longer.
-    """
-    of_gemm = (op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight)
-    if bias is None and scales is None:
-        return of_gemm
-    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-    return (*of_gemm, of_bias) if scales is None else (*of_gemm, of_bias, *scales.facts(weight))
 
 
 def gemm_args(
@@ -136,23 +114,6 @@ def gemm_args(
     return [rows // world_size, *shape[1:-1], n], m, n, k
 
 
-def ag_gemm_facts(
-    op: str,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    transpose_weight: bool,
-    scales: Sequence[Scales] = (),
-) -> tuple[Any, ...]:
-    """As facts, for ag_gemm_args; one bias, which may be None, for each weight."""
-    if len(weights) == 1:
-        return facts(op, x, weights[0], biases[0], transpose_weight, None, scales[0] if scales else None)
-    of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
-    of_biases = [None if bias is None else (bias.shape, bias.dtype, bias.device) for bias in biases]
-    of_scales = [scale.facts(weight) for scale, weight in zip(scales, weights, strict=False)]
-    return op, x.shape, x.dtype, transpose_weight, tuple(of_weights), tuple(of_biases), tuple(of_scales)
-
-
 def ag_gemm_args(
     op: str,
     x: torch.Tensor,
@@ -188,50 +149,16 @@ def ag_gemm_args(
     return shapes, m * world_size, tuple(ns), k
 
 
-def gemm_ar_args(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    residual: torch.Tensor | None,
-    scales: Scales | None = None,
-) -> tuple[list[int], int, int, int]:
-    """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n] + residual [..., n]; returns as gemm_args."""
-    shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, scales=scales)
-    if residual is not None:
-        _like_x(op, "residual", residual, shape, x, scales)
-    return shape, m, n, k
-
-
-def norm_args(
-    op: str,
-    norm_weight: torch.Tensor | None,
-    eps: float | None,
-    n: int,
-    x: torch.Tensor,
-    scales: Scales | None = None,
-) -> float:
-    """Checks the weight [n] and the epsilon of an RMSNorm, if there is one; returns the epsilon."""
-    if norm_weight is None:
-        return 0.0
-    _like_x(op, "norm_weight", norm_weight, [n], x, scales)
-    eps = norm_eps(eps, x)
-    if not eps >= 0.0:
-        fail(op, "eps", "a number that is not negative", eps)
-    return eps
-
-
-def norm_eps(eps: float | None, x: torch.Tensor) -> float:
-    """The epsilon of an RMSNorm. None: torch's default, which for 16-bit types is that of fp32."""
-    return torch.finfo(wide_type(x.dtype)).eps if eps is None else eps
+def norm_eps(x: object) -> float:
+    """torch's default of an RMSNorm's epsilon, which for 16-bit types is that of fp32."""
+    return torch.finfo(wide_type(x.dtype) if isinstance(x, torch.Tensor) else torch.float32).eps
 
 
 def all_reduce_args(op: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
     """Checks x of any shape, and a residual of the same."""
     floating(op, x)
     if residual is not None:
-        _like_x(op, "residual", residual, list(x.shape), x)
+        like(op, "residual", residual, list(x.shape), x)
 
 
 def rows_to_norm(op: str, x: torch.Tensor) -> tuple[int, int]:
@@ -301,29 +228,9 @@ def out_arg(
     scales: Scales | None = None,
 ) -> None:
     """Checks the `out` argument against the result's shape and dtype, and x's device."""
-    _like_x(op, "out" + which, out, shape, x, scales)
+    like(op, "out" + which, out, shape, x, scales)
     if not out.is_contiguous():
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
-
-
-def output(
-    op: str,
-    out: torch.Tensor | None,
-    shape: list[int],
-    x: torch.Tensor,
-    *others: torch.Tensor | None,
-    may_be: Sequence[torch.Tensor | None] = (),
-    scales: Scales | None = None,
-) -> torch.Tensor:
-    """The tensor that a call writes: a fresh one, or `out`, checked. others: inputs besides x; may_be: those
-    that `out` may be, if it is exactly that.
-    """
-    if out is None:
-        # Separate sizes are parsed 1 us faster than a list.
-        return x.new_empty(*shape) if scales is None else x.new_empty(*shape, dtype=scales.out_dtype)
-    out_arg(op, out, shape, x, scales=scales)
-    separate(op, "out", out, x, *others, *(() if scales is None else scales[:2]), may_be=may_be)
-    return out
 
 
 def not_expanded(op: str, name: str, written: torch.Tensor) -> None:
@@ -374,7 +281,7 @@ def share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(marks[low : -(-(end - first) // size)].any())
 
 
-def _like_x(
+def like(
     op: str,
     argument: str,
     tensor: torch.Tensor,

@@ -43,8 +43,8 @@ def results(call: Any, sizes: Sizes, name: str) -> Any:
     if out is not None:
         checks.out_arg(name, out, sizes[0], x, scales=scales)
         return out
-    # Separate sizes are parsed 1 us faster than a list.
-    return x.new_empty(*sizes[0]) if scales is None else x.new_empty(*sizes[0], dtype=scales.out_dtype)
+    shape = sizes[0] or [()]  # separate sizes are parsed 1 us faster than a list
+    return x.new_empty(*shape) if scales is None else x.new_empty(*shape, dtype=scales.out_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Collective:
     call: Callable[..., Any]
     known: Callable[[Any], dict[str, Any]]
     sizes: Callable[[Any, int], Sizes]
-    plan: Callable[[Workspace, Any, Sizes], Plan] = lambda workspace, call, sizes: NotImplemented
+    plan: Callable[[Workspace, Any, Sizes], Plan] | None = None
     ways: Mapping[str, Way] = field(default_factory=dict)
     matrices: Callable[[Any, Sizes], Any] = lambda call, sizes: call
     results: Callable[[Any, Sizes, str], Any] = results
@@ -82,7 +82,6 @@ class Collective:
     answer: Callable[[Any, Any], Any] = lambda call, made: call.out
     differentiable: bool = True
     number: int = field(default_factory=repeat.operator)
-    runs: Callable[[Any, Any], Any] | None = None
 
 
 def enter(
@@ -114,7 +113,9 @@ def enter(
     elif "scale_x" in given:
         fp8.no_backward(op.name, **inputs)
     if out is not None:
-        checks.no_backward_through_out(op.name, **inputs)
+        outs = out if isinstance(out, list) else [out]
+        written = {argument_types.entry("out", outs, i): each for i, each in enumerate(outs)}
+        checks.no_backward_through_out(op.name, **inputs, **written)
     if complete is not None:
         complete(given, group)
     grouped = "group_name" in _ARGUMENTS[op.name]
@@ -130,7 +131,9 @@ def enter(
         made = dispatch(given["group_name"], given["x"].device, torch_op, *arguments)
     else:
         made = torch_op(*arguments)
-    return made if out is None else given["out"]
+    if out is not None:
+        return given["out"]
+    return tuple(made) if variant == "_quant" else made
 
 
 def below(
@@ -163,8 +166,6 @@ def run(
     within: repeat.Recipe | None = None,
 ) -> Any:
     """As below, of a call that C++ does not know."""
-    if op.runs is not None:
-        return op.runs(call, group)
     if group is None or group.size() == 1:
         sizes, known = op.sizes(call, 1), {"batch_invariant": _invariance.active(), **op.known(call)}
         call = _writing(op, call, sizes, known)
@@ -194,6 +195,7 @@ def _among_ranks(
         plans = workspace.plans
     matrices = op.matrices(call, sizes)
     if found is None:
+        assert op.plan is not None
         found = Planned(op.plan(workspace, matrices, sizes), sizes)
         require(found.plan)
         plans[facts] = found
@@ -241,9 +243,7 @@ def _fake(op: Collective, call: Any, group: ProcessGroup | None) -> Any:
     if call.out is not None:
         return None
     end = getattr(call, "end", None)
-    if end is None or end.norm_weight is None:
-        return made
-    return end.checked(op.name, sizes[0][-1], call.x, getattr(call, "scales", None)).fake(made)
+    return made if end is None or end.norm_weight is None else end.fake(made)
 
 
 def register(op: Collective, *variants: str) -> None:

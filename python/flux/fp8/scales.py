@@ -77,11 +77,6 @@ class Scales(NamedTuple):
     out_dtype: torch.dtype
     accumulate: str
 
-    def facts(self, weight: Tensor) -> tuple[Any, ...]:
-        """All that `check` depends on, besides the facts of x and the weight; see checks.facts."""
-        of_scales = [(scale.shape, scale.dtype, scale.device) for scale in (self.x, self.w)]
-        return *of_scales, weight.stride(), self.out_dtype, self.accumulate
-
     def of_rows(self, rows: int, some: Callable[[Tensor], Tensor]) -> Scales:
         """The scales of some rows of x [rows, k], of canonical ones. some: takes those rows from a tensor."""
         return self if self.x.shape[0] != rows or self.x.numel() == 1 else self._replace(x=some(self.x))
@@ -246,13 +241,6 @@ def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: An
     return scale_x, scale_w, out_dtype, accumulate
 
 
-def completed(
-    scale_x: Any = None, scale_w: Any = None, out_dtype: Any = None, accumulate: str = "promoted"
-) -> tuple[Any, ...]:
-    """The same from what torch's dispatcher passes on: without defaults at the end."""
-    return arguments(scale_x, scale_w, out_dtype, accumulate, None)
-
-
 def given(
     op: str,
     scale_x: Tensor | None = None,
@@ -273,11 +261,6 @@ def given(
     if scale_w is None:
         fail(op, "scale_w" + which, "a tensor, as scale_x is one", None)
     return Scales(scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate)
-
-
-def each(scale_w: Any, many: bool) -> Any:
-    """scale_w as a list with one entry for each weight, or None. many: there is a list of weights."""
-    return scale_w if many or scale_w is None else [scale_w]
 
 
 def of_weights(

@@ -165,7 +165,7 @@ def ag_gemm(
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if scaling:
         checks.list_like("ag_gemm", "scale_w", scale_w, count)
-        scaling = (scaling[0], fp8.each(scale_w, many), *scaling[2:])
+        scaling = (scaling[0], scale_w if many or scale_w is None else [scale_w], *scaling[2:])
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
     outs: Any = None if out is None else list(out) if many else [out]

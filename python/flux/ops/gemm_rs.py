@@ -102,7 +102,8 @@ def _over_wire(
         if scales is not None:
             fp8.no_backward("gemm_rs", **tensors, scale_x=scales.x, scale_w=scales.w)
         if out is not None:
-            checks.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+            checks.out_arg("gemm_rs", out, shape, x, scales=scales)
+            checks.separate("gemm_rs", "out", out, x, weight, bias)
             checks.no_backward_through_out("gemm_rs", **tensors, out=out)
     partial = plain.gemm(x, weight, transpose_weight=transpose_weight, **of_scales)
     result = reduce_scatter(partial, group=group, out=out, wire=wire)

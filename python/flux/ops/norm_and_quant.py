@@ -32,20 +32,22 @@ class End(NamedTuple):
     """
 
     norm_weight: Tensor | None = None
-    eps: float | None = 0.0
+    eps: float = 0.0
     quant: str | None = None
     quant_scale: Tensor | None = None
     ue8m0: bool = False
     return_norm: bool = False
 
-    def checked(self, op: str, n: int, x: Tensor, scales: Scales | None = None) -> End:
-        """Checks the arguments for a sum [..., n]; returns them with the epsilon as a number."""
-        eps = checks.norm_args(op, self.norm_weight, self.eps, n, x, scales)
+    def check(self, op: str, n: int, x: Tensor, scales: Scales | None = None) -> None:
+        """Checks the arguments for a sum [..., n]."""
+        if self.norm_weight is not None:
+            checks.like(op, "norm_weight", self.norm_weight, [n], x, scales)
+            if not self.eps >= 0.0:
+                checks.fail(op, "eps", "a number that is not negative", self.eps)
         if self.quant is not None:
             if self.quant not in QUANTS:
                 checks.fail(op, "quant", f"None or one of {', '.join(QUANTS)}", repr(self.quant))
             quantising.checked(op, x, self.quant, self.quant_scale, self.ue8m0, _E4M3, "quant_scale")
-        return self._replace(eps=eps)
 
     def by_name(self) -> dict[str, Any]:
         """The arguments of a quantisation, for flux.comm.repeat."""
@@ -53,7 +55,9 @@ class End(NamedTuple):
 
     def same(self) -> Same:
         """What ranks compare of it."""
-        facts: dict[str, Any] = {"norm_weight": self.norm_weight, "eps": self.eps}
+        facts: dict[str, Any] = {"norm_weight": self.norm_weight}
+        if self.norm_weight is not None:
+            facts["eps"] = self.eps
         if self.quant is not None:
             facts |= {"quant": self.quant, "quant_scale": self.quant_scale, "ue8m0": self.ue8m0}
         return facts
@@ -64,7 +68,6 @@ class End(NamedTuple):
         """
         if self.norm_weight is None:
             return total
-        assert self.eps is not None
         if made is None:
             made = Made(row_norm(total, self.norm_weight, self.eps))
         normalised = made.normalised.view(total.shape)
@@ -140,7 +143,6 @@ class End(NamedTuple):
         made = [each for each in found if each is not out]
         numbers = {id(each): recipe.returns(each) for each in found}
         _, eps, quant, _, ue8m0, return_norm = self
-        assert eps is not None
 
         def normalise(total: Tensor, norm_weight: Tensor) -> Tensor:
             return row_norm(total, norm_weight, eps)
@@ -178,11 +180,6 @@ def arguments(op: str, quant: Any, quant_scale: Any, ue8m0: Any, return_norm: An
     if quant == "token":
         quant = _deprecated.word(op, "quant", quant, OLD_WORDS)
     return quant, quant_scale, ue8m0, return_norm
-
-
-def named(quant: Any, quant_scale: Any, ue8m0: Any, return_norm: Any) -> dict[str, Any]:
-    """Arguments of a public function by name, for the check of their types."""
-    return dict(zip(NAMES, (quant, quant_scale, ue8m0, return_norm), strict=True))
 
 
 def check(op: str, norm_weight: Tensor | None, out: Tensor | None, quantised: tuple[Any, ...]) -> None:

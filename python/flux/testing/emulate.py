@@ -303,7 +303,9 @@ class EmulatedRanks:
                 products[rank].record_stream(torch.cuda.current_stream(self.device))
                 once = bias if rank == 0 else None
                 of_rank = scales[rank] if scales else None
-                plain.run(xs[rank], weights[rank], once, transpose_weight, products[rank], of_rank)
+                operands = (xs[rank], weights[rank], once, transpose_weight, products[rank], of_rank)
+                call = plain.Call(*operands)
+                plain.run(plain.matrices(call, plain.sizes("gemm", call, 1)))
 
             return self._sum(products, m, mode, join, absent, residual, end, multiply)
         self._stored.reserve_exchange(self._exchange(m, n, mode).bytes)

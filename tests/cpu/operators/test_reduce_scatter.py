@@ -80,10 +80,10 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
     made = plan(m=8, n=16)
     x, out = torch.ones(4, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
-    exchange.run_fused(workspace, made, 0, x, out)
+    exchange.kernel(workspace, made, exchange.Call(x, out=out))
     assert told[0] == (x, out, 77, 114, 2, None, None, 0.0, None)
     # A result that a kernel cannot write where it shall lie.
     shifted = torch.zeros(33).bfloat16()[1:].view(1, 32)
     monkeypatch.setattr(exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))
-    exchange.run_fused(workspace, made, 0, x, shifted)
+    exchange.kernel(workspace, made, exchange.Call(x, out=shifted))
     assert (shifted == 5).all()

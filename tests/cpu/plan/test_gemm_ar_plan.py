@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
 from flux._native import core
-from flux.comm import registry
+from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
@@ -176,8 +177,8 @@ def launch(
     total: torch.Tensor,
     end: End = NONE,
 ) -> Any:
-    operands = gemm_ar_ways.Operands(x, weight, None, plan.transpose_weight, residual, total, None)
-    return gemm_ar_ways.fused_cuda(workspace, plan, operands, end)
+    call = gemm_ar_ways.Call(x, weight, None, plan.transpose_weight, residual, end, total)
+    return gemm_ar_ways.kernel(workspace, plan, call)
 
 
 def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +209,11 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: arguments[3].fill_(5))
     launch(workspace, made, x, weight, None, shifted)
     assert (shifted == 5).all()
-    exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
+    exchange.kernel(workspace, plan("all_reduce", m=1, n=64), exchange.Call(x, out=total))
     assert told[3] == (x, total, 77, 114, 0, None, None, 0.0, None)
     plain_plan = plan("all_reduce", m=1, n=64)
-    assert exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
-    summed = exchange.run_fused(workspace, plain_plan, 0, x, total, None, end)
+    assert exchange.kernel(workspace, plain_plan, exchange.Call(x, shifted, out=total)) is None
+    summed = exchange.kernel(workspace, plain_plan, exchange.Call(x, None, end, total))
     assert summed is not None
     assert told[4][:5] == (x, total, 77, 114, 0) and torch.equal(told[4][5], shifted)
     assert told[5][:3] == (x, summed.normalised, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
@@ -240,7 +241,7 @@ def test_what_the_kernels_are_given_of_quantisation(monkeypatch: pytest.MonkeyPa
         end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "row", True)
         results = [
             (launch(workspace, made, x, weight, None, total, end), total),
-            (exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
+            (exchange.kernel(workspace, made, exchange.Call(total, None, end, total.clone())), total),
         ]
         for how, (found, summed) in zip(told[-2:], results, strict=True):
             assert found is not None
@@ -416,7 +417,8 @@ def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch,
     )
     total = residual if in_place else torch.empty_like(residual)
     with Made() as made:
-        call = gemm_ar_ways.Operands(x.as_subclass(OnGpu), weight, bias, False, residual, total, None)
-        gemm_ar_ways.unfused(call, dist.group.WORLD)
+        call = gemm_ar_ways.Call(x.as_subclass(OnGpu), weight, bias, False, residual, out=total)
+        world: Any = SimpleNamespace(group=dist.group.WORLD)
+        gemm_ar_ways.by_torch(world, plan(), call, 0, repeat.Recipe(0, {}))
     assert (total == 2 * 32 + 2 + 2).all()
     assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

@@ -17,9 +17,7 @@ from flux.calls import checks, front
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace, Launch
 from flux.measured.times import Tuning
-from flux.ops import gemm_ar
-from flux.ops.ways import ag_gemm, all_gather, gemm_rs
-from flux.ops.ways import gemm_ar as gemm_ar_ways
+from flux.ops.ways import ag_gemm, all_gather, gemm_ar, gemm_rs
 from flux.plan import sums
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
@@ -88,7 +86,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     for name, module in {
         "gemm_rs": gemm_rs,
-        "gemm_ar": gemm_ar_ways,
+        "gemm_ar": gemm_ar,
         "ag_gemm": ag_gemm,
         "all_gather": all_gather,
     }.items():

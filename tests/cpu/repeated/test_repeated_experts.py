@@ -13,7 +13,7 @@ import flux
 from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts, summed_experts
-from flux.measured.times import Tuning
+from flux.measured.times import NO_FACTS, Tuning
 from flux.moe import reference, routing
 from flux.ops import grouped_gemm
 from flux.ops.ways.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
@@ -33,6 +33,7 @@ def on_gpu(gemms: Any, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(routing, "_num_sms", lambda device: 132)
     # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
     monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
+    workspace.tuning = NO_FACTS
 
 
 # 2051: a last share with fewer tokens, and weights at addresses that are no multiples of 16.

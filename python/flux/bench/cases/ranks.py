@@ -43,10 +43,8 @@ from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
 from flux.fp8.scales import Scales
 from flux.ops.gemm_ar import rms_norm
-from flux.ops.norm_and_quant import NONE
-from flux.ops.ways import ag_gemm, gemm_rs
+from flux.ops.ways import ag_gemm, exchange, gemm_rs
 from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.ops.ways.exchange import run_fused
 from flux.plan.gemm import gemm_rs_room
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.compare import CALLS, agree, compare, first_wrong
@@ -303,10 +301,10 @@ _LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None],
         plan,
         ag_gemm.Call(x, (w,), (None,), plan.transpose_weight, False, [out], (scales,) if scales else ()),
     ),
-    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.fused_cuda(
-        ws, plan, gemm_ar_ways.Operands(x, w, None, plan.transpose_weight, None, out, scales), NONE
+    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.kernel(
+        ws, plan, gemm_ar_ways.Call(x, w, None, plan.transpose_weight, out=out, scales=scales)
     ),
-    "all_reduce": lambda ws, plan, x, w, out, scales: run_fused(ws, plan, 0, x, out),
+    "all_reduce": lambda ws, plan, x, w, out, scales: exchange.kernel(ws, plan, exchange.Call(x, out=out)),
 }
 
 

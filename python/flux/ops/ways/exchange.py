@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,25 +64,26 @@ def sum_over_ranks(
         out[:, columns] = exchange.results(rank)[:, columns]
 
 
-def run_fused(
-    workspace: CpuWorkspace | CudaWorkspace,
-    plan: Plan,
-    epoch: int,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    end: End = NONE,
-    repeated: tuple[repeat.Recipe, torch.Tensor] | None = None,
-) -> Made | None:
-    """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual
-    [m, n]. Returns what GPUs have made of the sum in the same launch, and None on CPUs.
+class Call(NamedTuple):
+    """The arguments of flux.all_reduce, what follows the sum in one."""
 
-    Args:
-        repeated: recipe and result of the call, if it is to be known (flux.comm.repeat).
-    """
-    if not isinstance(workspace, CudaWorkspace):
-        sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
-        return None
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    end: End = NONE
+    out: Any = None  # of ways: a tensor
+
+
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: Any = None) -> None:
+    """out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual [m, n]."""
+    addends = () if call.residual is None else (call.residual,)
+    sum_over_ranks(workspace, plan, epoch, call.x, call.out, addends)
+
+
+def kernel(
+    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+) -> Made | None:
+    """The same in one launch. Returns what that makes of the sum besides."""
+    x, residual, end, out = call
     source, target = readable(x), writable(out)  # before the call: copies may run out of memory
     extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
     made = end.in_kernel("all_reduce", target)
@@ -93,9 +94,8 @@ def run_fused(
         enqueue = functools.partial(_kernel, source, first, *options, end.eps, second, **quantised)
         enqueue()
     repeats = target is out and (end.quant is None or bool(quantised))
-    if repeated is not None and repeats and repeated[0].in_place(x=source, **extras):
-        recipe, result = repeated
-        wrote, wrote_sum, by_quant = end.remembered(recipe, result, made)
+    if recipe is not None and repeats and recipe.in_place(x=source, **extras):
+        wrote, wrote_sum, by_quant = end.remembered(recipe, recipe.out, made)
         used = [recipe.number("x"), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
         workspace.remember(recipe, enqueue, [used])
     if target is not out:

@@ -1,5 +1,5 @@
-"""The ways of running flux.gemm_ar: with torch, as gemm_rs and all_gather, in a kernel, on CPUs. Operands are
-matrices, and scales canonical.
+"""The ways of running flux.gemm_ar: with torch, as gemm and all_reduce, as gemm_rs and all_gather, in a
+kernel, on CPUs, and on several nodes. Operands are matrices, and scales canonical.
 """
 
 from __future__ import annotations
@@ -9,131 +9,262 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from flux._memory import aligned, readable_if_any, writable
-from flux.calls import front
+from flux.calls import checks, front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.workspace import Same
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import Same, Workspace
+from flux.fp8 import scales as fp8
 from flux.fp8.scales import Scales
-from flux.fp8.wide_product import product as of_wide
+from flux.fp8.wide_product import product as wide_product
 from flux.ops import gemm as plain
-from flux.ops.norm_and_quant import End, Made
+from flux.ops.norm_and_quant import NONE, End, Made
 from flux.ops.ways import all_gather as gather
+from flux.ops.ways import exchange, two_level
 from flux.ops.ways import gemm_rs as scatter
-from flux.ops.ways.exchange import sum_over_ranks
-from flux.plan.choose import Plan
+from flux.ops.ways.all_reduce import ALL_REDUCE
+from flux.ops.ways.gemm_rs import GEMM_RS
+from flux.plan.choose import Plan, workspace_plan
 
 Tensor = torch.Tensor
 
 
-class Operands(NamedTuple):
-    """A call whose x, residual and sum are matrices. scales: canonical."""
+class Call(NamedTuple):
+    """The arguments of flux.gemm_ar, what follows the sum in one, and the scales."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     transpose_weight: bool
-    residual: Tensor | None
-    total: Tensor
-    scales: Scales | None
+    residual: Tensor | None = None
+    end: End = NONE
+    out: Any = None  # of ways: a tensor
+    scales: Scales | None = None
+
+    def rows(self, some: slice) -> Call:
+        """The call of some rows of matrices, without what follows the sum."""
+        residual = None if self.residual is None else self.residual[some]
+        scales = fp8.of_slice(self.scales, len(self.x), some)
+        return self._replace(x=self.x[some], residual=residual, end=NONE, out=self.out[some], scales=scales)
+
+    def product(self, out: Tensor | None, bias: Tensor | None = None) -> plain.Call:
+        return plain.Call(self.x, self.weight, bias, self.transpose_weight, out, self.scales)
+
+    def addends(self, rows: slice = slice(None)) -> list[Tensor]:
+        """What is added to rows of the sum over ranks, in this order: [n] and [rows, n]."""
+        of_rows = None if self.residual is None else self.residual[rows]
+        return [each for each in (self.bias, of_rows) if each is not None]
 
 
-def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
-    """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
-    found = [] if bias is None else [bias]
-    return found if residual is None else [*found, residual.reshape(residual.shape[:-1].numel(), n)]
+def _call_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    out: Any = None,
+    **rest: Any,
+) -> Call:
+    scales = fp8.given("gemm_ar", **{name: rest.pop(name) for name in fp8.NAMES if name in rest})
+    return Call(x, weight, bias, transpose_weight, residual, End(**rest), out, scales)
 
 
-def plus(total: Tensor, addends: list[Tensor]) -> Tensor:
-    for addend in addends:
-        total += addend
-    return total
+def _known(call: Call) -> dict[str, Any]:
+    x, weight, bias, transpose_weight, residual, end, out, scales = call
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": end.norm_weight}
+    how = {"eps": end.eps, "out": out, "transpose_weight": transpose_weight}
+    return given | how | fp8.by_name(scales) | end.by_name()
 
 
-def rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
-    return None if residual is None else residual.reshape(m, n)
+def _sizes(call: Call, p: int) -> front.Sizes:
+    found = plain.sizes("gemm_ar", call.product(None, call.bias), 1)
+    if call.residual is not None:
+        checks.like("gemm_ar", "residual", call.residual, found[0], call.x, call.scales)
+    call.end.check("gemm_ar", found[2], call.x, call.scales)
+    return found
 
 
-def unfused(operands: Operands, group: ProcessGroup) -> None:
-    x, weight, bias, transpose_weight, residual, total, scales = operands
-    if total.numel() == 0:
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    x, weight, bias, transpose_weight, out, scales = plain.matrices(call.product(call.out, call.bias), sizes)
+    residual = None if call.residual is None else call.residual.reshape(out.shape)
+    return Call(x, weight, bias, transpose_weight, residual, call.end, out, scales)
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    _, m, n, k = sizes
+    op = "gemm_ar" if call.end.norm_weight is None else "gemm_ar_norm"
+    scaling = None if call.scales is None else call.scales.scaling(k)
+    return workspace_plan(workspace, op, m, n, k, call.x.dtype, call.transpose_weight, scaling)
+
+
+def _same(call: Call) -> Same:
+    return {"bias": call.bias, "residual": call.residual, **call.end.same()}
+
+
+def _alone(call: Call) -> None:
+    product = call.out if call.residual is None else torch.empty_like(call.out)
+    plain.run(call.product(product, call.bias))
+    if call.residual is not None:
+        torch.add(product, call.residual, out=call.out)
+
+
+def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """With torch."""
+    x, out, residual = call.x, call.out, call.residual
+    if out.numel() == 0:
         return
-    product = total
-    if residual is not None and residual.data_ptr() == total.data_ptr():
-        product = torch.empty_like(total)
+    product = out
+    if residual is not None and residual.data_ptr() == out.data_ptr():
+        product = torch.empty_like(out)
     if x.shape[1] == 0:
         product.zero_()
     elif x.is_cuda:
-        plain.unfused(plain.Call(x, weight, None, transpose_weight, product, scales))
-        dist.all_reduce(product, group=group)
+        plain.unfused(call.product(product))
+        dist.all_reduce(product, group=workspace.group)
     else:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in the result's
-        product = of_wide(x, weight, transpose_weight, scales)
-        dist.all_reduce(product, group=group)
-    plus(product, addends(bias, residual, total.shape[1]))
-    if product is not total:
-        total.copy_(product)
+        product = wide_product(x, call.weight, call.transpose_weight, call.scales)
+        dist.all_reduce(product, group=workspace.group)
+    two_level.add(product, call.addends())
+    if product is not out:
+        out.copy_(product)
 
 
-def composed(operands: Operands, group: ProcessGroup, same: Same, recipe: repeat.Recipe | None) -> None:
-    """total = gemm_rs, then all_gather. recipe: of the call if it has no other launches."""
-    x, weight, bias, transpose_weight, residual, total, scales = operands
-    part = scatter.Call(x, weight, bias, transpose_weight, scales=scales)
-    shard = front.below(scatter.GEMM_RS, part, group, same, recipe)
-    if residual is not None:
-        count, m, n = shard.shape[0], x.shape[0], shard.shape[-1]
-        mine = slice(group.rank() * count, (group.rank() + 1) * count)
+def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+    """As gemm and all_reduce."""
+    product, out = torch.empty_like(call.out), recipe.out
+    once = call.bias if workspace.group.rank() == 0 else None  # the sum has it once
+    plain.run(call.product(product, once), recipe)
+    residual = None if call.residual is None else call.residual.view(out.shape)
+    summed = exchange.Call(product.view(out.shape), residual, call.end, out)
+    found = front.below(ALL_REDUCE, summed, workspace.group, recipe.same, recipe)
+    if isinstance(workspace, CudaWorkspace):
+        for each in found if isinstance(found, tuple) else (found,):
+            recipe.returns(each, "out" if found is out else "")
+        recipe.allocates(product)
+        workspace.remember_parts(recipe, 2)
+    return found
+
+
+def composed(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+    """As gemm_rs and all_gather, of the rows that ranks can share."""
+    group, dealt = workspace.group, plan.m - plan.m % workspace.world_size
+    whole = recipe if dealt == plan.m and isinstance(workspace, CudaWorkspace) else None
+    head = call.rows(slice(dealt))
+    shard = front.below(GEMM_RS, head.product(None, head.bias), group, recipe.same, whole)
+    if head.residual is not None:
+        mine = slice(workspace.rank * len(shard), (workspace.rank + 1) * len(shard))
 
         def add_own_rows(shard: Tensor, residual: Tensor) -> None:
-            shard.add_(residual.reshape(m, n)[mine])
+            shard.add_(residual.reshape(-1, plan.n)[mine])
 
-        add_own_rows(shard, residual)
-        if recipe is not None:
+        add_own_rows(shard, head.residual)
+        if whole is not None:
             recipe.add_step(add_own_rows, shard, recipe.given[recipe.number("residual")])
-    gather.call(shard, group, total, within=recipe)
+    gather.call(shard, group, head.out, within=whole)
+    if dealt < plan.m:
+        front.run(GEMM_AR, call.rows(slice(dealt, plan.m)), group)
+    found = call.end.of(recipe.out)
+    if whole is not None and isinstance(workspace, CudaWorkspace):
+        call.end.follows(recipe, recipe.out, found)
+        workspace.remember_parts(recipe, 2 + (call.residual is not None))
+    return found
 
 
-def fused_cuda(
-    workspace: CudaWorkspace,
-    plan: Plan,
-    call: Operands,
-    end: End,
-    repeated: tuple[repeat.Recipe, Tensor] | None = None,
+def kernel(
+    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
 ) -> Made | None:
-    """Launches the kernel, which takes 16-bit operands. repeated: recipe (flux.comm.repeat) and result of a
-    call that is to be known.
-    """
-    x, weight, bias, _, residual, total, _ = call
+    """One launch, of 16-bit operands. Returns what that makes of the sum besides."""
+    x, weight, bias, _, residual, end, out, _ = call
     # Allocations may run out of memory, so they come before the call is opened.
-    target = writable(total)
-    made = end.in_kernel("gemm_ar", total)
+    target = writable(out)
+    made = end.in_kernel("gemm_ar", out)
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = {"x": aligned(x), "weight": aligned(weight), "bias": readable_if_any(bias)}
     extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
+    quantised = end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
         tensors = (*operands.values(), first, *options, *extras.values())
-        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **end.for_kernel(made))
+        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **quantised)
         enqueue()
-    quantised = made is not None and len(made.quantised) > 0
-    repeats = quantised == (end.quant is not None) and target is total
-    if repeated is not None and repeats and repeated[0].in_place(**operands, **extras):
-        recipe, out = repeated
-        wrote, wrote_sum, by_quant = end.remembered(recipe, out, made)
+    repeats = target is out and (end.quant is None or bool(quantised))
+    if recipe is not None and repeats and recipe.in_place(**operands, **extras):
+        wrote, wrote_sum, by_quant = end.remembered(recipe, recipe.out, made)
         used = [*recipe.numbers(*operands), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
         workspace.remember(recipe, enqueue, [used])
-    if target is not total:
-        total.copy_(target)
+    if target is not out:
+        out.copy_(target)
     return made
 
 
-def fused_cpu(workspace: CpuWorkspace, plan: Plan, epoch: int, operands: Operands) -> None:
-    x, weight, bias, _, residual, total, scales = operands
-    partial = plain.reference(x, weight, None, plan.transpose_weight, *(scales or ()))
-    sum_over_ranks(workspace, plan, epoch, partial, total, addends(bias, residual, plan.n))
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """On the CPU."""
+    partial = torch.empty_like(call.out)
+    plain.run(call.product(partial))
+    exchange.sum_over_ranks(workspace, plan, epoch, partial, call.out, call.addends())
 
 
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """Ranks share as many whole rows as they can; sums of nodes are exchanged of the others."""
+    levels, topology, total = plan.levels, workspace.topology, call.out
+    assert levels is not None
+    composed = levels.schedule == "composed"
+    p, rank = (topology.world_size, workspace.rank) if composed else (topology.ranks, workspace.local)
+    dealt = 0 if levels.schedule == "node sums" else plan.m - plan.m % p
+    if dealt:
+        share = total.new_empty(dealt // p, plan.n)
+        own = call.addends(slice(rank * len(share), (rank + 1) * len(share)))
+        part = call.rows(slice(dealt)).product(share)
+        if composed:
+            facts = (plan.n, plan.k, call.x.dtype, plan.transpose_weight, plan.scaling)
+            scattered = workspace_plan(workspace, "gemm_rs", dealt, *facts)
+            if scattered.by_flux:
+                scatter.on_nodes(workspace, scattered, part, own)
+            else:
+                scatter.by_torch(workspace, scattered, part)
+                two_level.add(share, own)
+            gather.call(share, workspace.group, total[:dealt])
+        else:
+
+            def node_share(node_sum: Tensor) -> None:
+                front.below(GEMM_RS, part._replace(out=node_sum), workspace.node_group)
+
+            two_level.sum_whole(workspace, node_share, share, own)
+            workspace.inside("the gather of shares")
+            gather.call(share, workspace.node_group, total[:dealt])
+    if dealt < plan.m:
+        rest = slice(dealt, plan.m)
+        alone = call.rows(rest)._replace(bias=None, residual=None)
+
+        def whole(node_sum: Tensor) -> None:
+            front.below(GEMM_AR, alone._replace(out=node_sum), workspace.node_group)
+
+        two_level.sum_whole(workspace, whole, total[rest], call.addends(rest))
+
+
+GEMM_AR = front.Collective(
+    name="gemm_ar",
+    call=_call_of,
+    known=_known,
+    sizes=_sizes,
+    matrices=_matrices,
+    plan=_plan,
+    may_be=("residual",),
+    same=_same,
+    alone=_alone,
+    ways={
+        "torch": by_torch,
+        "parts": parts,
+        "composed": composed,
+        "kernel": kernel,
+        "protocol": protocol,
+        "nodes": nodes,
+    },
+    answer=lambda call, made: call.end.of(call.out, made),
+    differentiable=False,
+)
 _kernel: Any = torch.ops.flux._gemm_ar.default

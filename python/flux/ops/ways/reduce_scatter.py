@@ -16,10 +16,10 @@ from flux._memory import wide_type
 from flux.calls import checks, front
 from flux.comm import group as groups
 from flux.comm import repeat
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
-from flux.ops.ways import int8_sum, two_level
-from flux.ops.ways.exchange import run_fused
+from flux.ops.ways import exchange, int8_sum, two_level
 from flux.plan.choose import Plan, workspace_plan
 
 Tensor = torch.Tensor
@@ -83,12 +83,13 @@ def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
         out.copy_(total)
 
 
-def exchange(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def by_exchange(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
     """In flux's kernel; on CPUs its protocol."""
     if call.wire is not None:
         int8_sum.sum_into(call.out, call.x, workspace, plan)
     else:
-        run_fused(workspace, plan, epoch, call.x, call.out, repeated=(recipe, recipe.out))
+        way = exchange.kernel if isinstance(workspace, CudaWorkspace) else exchange.protocol
+        way(workspace, plan, exchange.Call(call.x, out=call.out), epoch, recipe)
 
 
 def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
@@ -113,5 +114,5 @@ REDUCE_SCATTER = front.Collective(
     matrices=_matrices,
     plan=_plan,
     same=lambda call: int8_sum.same(call.wire),
-    ways={"torch": by_torch, "kernel": exchange, "protocol": exchange, "nodes": nodes},
+    ways={"torch": by_torch, "kernel": by_exchange, "protocol": by_exchange, "nodes": nodes},
 )

@@ -157,6 +157,12 @@ def _wait(workspace: NodesWorkspace, transfers: Sequence[Any]) -> None:
         workspace.wait(transfer, f"exchange {i + 1} of {len(transfers)}")
 
 
+def add(total: Tensor, addends: Sequence[Tensor]) -> None:
+    """total += each of the addends."""
+    for addend in addends:
+        total += addend
+
+
 class Sums:
     """Sums of nodes, and what else is added to them.
 

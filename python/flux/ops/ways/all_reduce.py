@@ -1,0 +1,197 @@
+"""The ways of running flux.all_reduce: with torch, by an exchange, in parts that an exchange holds, and on
+several nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux import _invariance
+from flux._memory import wide_type
+from flux.calls import checks, front
+from flux.comm import repeat
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import NOTHING, Same, Workspace
+from flux.ops.norm_and_quant import NONE, End, Made
+from flux.ops.ways import all_gather as gather
+from flux.ops.ways import exchange, reduce_scatter, two_level
+from flux.ops.ways.exchange import Call
+from flux.plan.choose import Plan, workspace_plan
+from flux.plan.nodes import padded
+from flux.plan.sums import VECTOR, split_rows
+
+Tensor = torch.Tensor
+
+
+def _call_of(x: Tensor, residual: Tensor | None, out: Tensor | None = None, **rest: Any) -> Call:
+    return Call(x, residual, End(**rest), out)
+
+
+def _known(call: Call) -> dict[str, Any]:
+    x, residual, end, out = call
+    given = {"x": x, "residual": residual, "norm_weight": end.norm_weight, "out": out}
+    return {**given, "eps": end.eps, **end.by_name()}
+
+
+def _sizes(call: Call, p: int) -> front.Sizes:
+    """Without a norm as one row, so that the column shards of two-shot have equal sizes for any shape."""
+    x, end = call.x, call.end
+    checks.all_reduce_args("all_reduce", x, call.residual)
+    m, n = (1, x.numel()) if end.norm_weight is None else checks.rows_to_norm("all_reduce", x)
+    end.check("all_reduce", x.shape[-1] if x.shape else 1, x)
+    return list(x.shape), m, n, 0
+
+
+def _matrices(call: Call, sizes: front.Sizes) -> Call:
+    (_, m, n, _), (x, residual, end, out) = sizes, call
+    return Call(x.reshape(m, n), None if residual is None else residual.reshape(m, n), end, out.view(m, n))
+
+
+def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
+    (_, m, n, _), end = sizes, call.end
+    op = "all_reduce" if end.norm_weight is None else "all_reduce_norm"
+    if _invariance.active():
+        matrix = _one_shape(call)
+        rows, columns = matrix.x.shape
+        parts = split_rows(rows, columns, call.x.dtype)
+        if parts and (len(parts) > 1 or matrix.end.norm_weight is not end.norm_weight):
+            rows = parts[0].stop
+            op, m, n = ("all_reduce", 1, rows) if columns == 1 else (op, rows, columns)
+            plan = workspace_plan(workspace, op, m, n, 0, call.x.dtype)
+            return replace(plan, way="split") if plan.by_flux else plan
+    return workspace_plan(workspace, op, m, n, 0, call.x.dtype)
+
+
+def _same(call: Call) -> Same:
+    _, residual, end, _ = call
+    return NOTHING if residual is None and end.norm_weight is None else {"residual": residual, **end.same()}
+
+
+def _one_shape(call: Call) -> Call:
+    """A call that must be batch invariant, such that one part of it fits in an exchange: elements, or rows.
+
+    The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
+    rows of whole vectors; any others are summed as elements, and torch normalises them.
+    """
+    x, residual, end, out = call
+    if end.norm_weight is not None and x.shape[1] % VECTOR == 0:
+        return call
+    return Call(
+        x.reshape(-1, 1), None if residual is None else residual.reshape(-1, 1), NONE, out.view(-1, 1)
+    )
+
+
+def split(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+    """Part by part."""
+    x, residual, end, out = _one_shape(call)
+    rows, columns = x.shape
+    parts, norms = split_rows(rows, columns, x.dtype), []
+    if len(parts) > 1:  # a scale of a whole tensor is of all parts
+        end = End(end.norm_weight, end.eps)
+    for part in parts:
+        some = Call(x[part], None if residual is None else residual[part], end, out[part])
+        made = front.run(ALL_REDUCE, some, workspace.group)
+        norms += [] if end.norm_weight is None else [made[0]]
+    return call.end.of(recipe.out, Made(torch.cat(norms)) if norms else None)
+
+
+def alone(call: Call) -> None:
+    """In a group of one rank."""
+    call.out.copy_(call.x if call.residual is None else call.x + call.residual)
+
+
+def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """With torch."""
+    unfused(call.x, call.residual, workspace.group, call.out)
+
+
+def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:
+    """out = the sum of all ranks' x, plus residual, with torch."""
+    if out.numel() == 0:
+        return
+    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
+    wide = out.dtype if out.is_cuda else wide_type(out.dtype)
+    in_place = out.is_cuda and (residual is None or residual.data_ptr() != out.data_ptr())
+    total = out if in_place else torch.empty(out.shape, dtype=wide, device=out.device)
+    if total.data_ptr() != x.data_ptr():
+        total.copy_(x)
+    dist.all_reduce(total, group=group)
+    if residual is not None:
+        total += residual
+    if total is not out:
+        out.copy_(total)
+
+
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+    """By whole sums of nodes, by shares of them, or scattered and gathered. What is equal on all
+    ranks is added before the only rounding behind the sums of nodes.
+    """
+    (x, residual, _, out), levels, topology = call, plan.levels, workspace.topology
+    assert levels is not None
+    if levels.schedule == "node sums":
+        added = [] if residual is None else [residual.reshape(1, -1)]
+
+        def whole(node_sum: Tensor) -> None:
+            front.below(ALL_REDUCE, Call(x.reshape(1, -1), out=node_sum), workspace.node_group)
+
+        two_level.sum_whole(workspace, whole, out.view(1, -1), added)
+        return
+    # Shares have equal sizes and whole vectors.
+    count, room = x.numel(), padded(x.numel(), topology)
+    total = out.view(-1) if count == room else out.new_empty(room)
+    composed = levels.schedule == "composed"
+    p, rank = (topology.world_size, workspace.rank) if composed else (topology.ranks, workspace.local)
+    dealt, share = _padded(x, room).view(p, -1), x.new_empty(1, room // p)
+    added = [] if residual is None else [_padded(residual, room).view(p, 1, -1)[rank]]
+    if composed:
+        scattered = workspace_plan(workspace, "reduce_scatter", p, room // p, 0, x.dtype)
+        if scattered.by_flux:
+            reduce_scatter.on_nodes(workspace, scattered, reduce_scatter.Call(dealt, share), added)
+        else:
+            reduce_scatter.unfused(dealt, workspace.group, share)
+            two_level.add(share, added)
+        gather.call(share, workspace.group, total.view(p, -1))
+    else:
+
+        def node_share(node_sum: Tensor) -> None:
+            part = reduce_scatter.Call(dealt, node_sum)
+            front.below(reduce_scatter.REDUCE_SCATTER, part, workspace.node_group)
+
+        two_level.sum_whole(workspace, node_share, share, added)
+        workspace.inside("the gather of shares")
+        gather.call(share, workspace.node_group, total.view(p, -1))
+    if count != room:
+        out.view(-1).copy_(total[:count])
+
+
+def _padded(x: Tensor, room: int) -> Tensor:
+    """x as `room` elements, zeros behind its own."""
+    flat = x.reshape(-1)
+    return flat if len(flat) == room else torch.nn.functional.pad(flat, (0, room - len(flat)))
+
+
+ALL_REDUCE = front.Collective(
+    name="all_reduce",
+    call=_call_of,
+    known=_known,
+    sizes=_sizes,
+    matrices=_matrices,
+    plan=_plan,
+    may_be=("x", "residual"),
+    same=_same,
+    alone=alone,
+    ways={
+        "torch": by_torch,
+        "split": split,
+        "kernel": exchange.kernel,
+        "protocol": exchange.protocol,
+        "nodes": nodes,
+    },
+    answer=lambda call, made: call.end.of(call.out, made),
+    differentiable=False,
+)
