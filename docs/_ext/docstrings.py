@@ -102,7 +102,7 @@ class NameLinks(SphinxTransform):
 
 def one_signature(app: Sphinx) -> None:
     """The overloads of a function say for type checkers what its docstring says in words."""
-    for module in ("flux.ops.ag_gemm", "flux.ops.gemm_ar"):
+    for module in ("flux.ops.ag_gemm", "flux.ops.all_reduce", "flux.ops.gemm_ar"):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()
         analyzer.overloads.clear()
