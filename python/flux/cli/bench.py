@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,6 +108,9 @@ def choose(asked: Asked) -> Settings:
         if op not in OPS and op not in FAMILIES:
             known = ", ".join([*OPS, *FAMILIES])
             raise ValueError(f"bench: op expected to be one of {known}, got {op!r}")
+        for name in FAMILIES.get(op, (op,)):
+            if OPS[name].needs and find_spec(OPS[name].needs) is None:
+                raise ValueError(f"bench: {op} expected {OPS[name].needs}, which is not installed")
     dtype = _DTYPES.get(asked.dtype or "", asked.dtype)
     if dtype is not None and dtype not in DTYPE_BYTES:
         raise ValueError(f"bench: --dtype expected to be bf16, fp16, fp32 or fp8, got {dtype!r}")

@@ -4,8 +4,8 @@ every candidate runs between CPU processes.
 
 from __future__ import annotations
 
-import importlib.util
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +23,10 @@ from flux.bench.record import Record
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Request
 from flux.bench.timing import CpuTimer
-from flux.layers import weight_grads
+from flux.cli import bench
 from flux.ops.wgrad import weight_grad
 from flux.testing import spawn
 from flux.testing.compare import agree, passed
-
-HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
 def rows_of(op: str, **options: Any) -> list[Any]:
@@ -37,8 +35,11 @@ def rows_of(op: str, **options: Any) -> list[Any]:
     return rows(Request(op, **{"cuda": True, "world": 4, **options}))
 
 
-def test_families_have_their_ops() -> None:
+def test_families_have_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FAMILIES["layer"] == ("layer_forward", "layer_training")
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="layer expected megatron, which is not installed"):
+        bench.choose(bench.Asked(("layer",), cpu=True))
 
 
 def test_layer_rows() -> None:
@@ -89,27 +90,23 @@ def measured(family: str, context: Context) -> list[Row]:
 def layers(rank: int, world_size: int) -> list[Row]:
     context = context_of(rank, world_size)
     (problem,) = rows_of("layer_training", cuda=False)
-    with mock.patch.object(layer.importlib.util, "find_spec", lambda name: None):  # type: ignore[attr-defined]
-        plain = measured("layer", context)
-        broken = mock.patch.object(weight_grads, "weight_grad", lambda grad, x: weight_grad(grad, x) * 0)
-        with broken:
-            found = layer.check(problem, context)
-        assert found.startswith("gradient of qkv.weight: off by"), found
-    if not HAVE_MEGATRON:
-        return plain
     rows = measured("layer", context)
-    with mock.patch("flux.layers.functional.gemm_rs", lambda x, weight, bias, group: x.new_zeros(32, 1, 128)):
-        found = layer.check(problem, context)
-    assert found.startswith("out: off by"), found
-    return [*plain, *rows]
+    for target, stand_in, said in (
+        ("weight_grads.weight_grad", lambda grad, x: weight_grad(grad, x) * 0, "gradient of qkv.weight"),
+        ("functional.gemm_rs", lambda x, weight, bias, group: x.new_zeros(32, 1, 128), "out"),
+    ):
+        with mock.patch(f"flux.layers.{target}", stand_in):
+            found = layer.check(problem, context)
+        assert found.startswith(f"{said}: off by"), found
+    return rows
 
 
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core, which is not installed")
 def test_layers_between_processes(tmp_path: Path) -> None:
     rows, _ = spawn(layers, 2, backend="gloo", timeout_s=120)
-    peers = [name for row in rows for name, timing in row.times.items() if timing.role == "serial"]
-    assert peers == ["torch layers"] * 2 + ["Megatron"] * 2 * HAVE_MEGATRON
     for row in rows:
         assert row.check.startswith("agrees to"), row.check
+        assert [(name, t.role) for name, t in row.times.items()][-1] == ("Megatron", "serial")
         assert [t.role for t in row.times.values()] == ["flux", "gemm", "serial"]
     text = rendered(rows, tmp_path)
     assert "layer_training · 2 processes" in text and "speed-up over stock: geomean" in text

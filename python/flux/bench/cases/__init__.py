@@ -35,6 +35,7 @@ class OpSpec:
     deals_rows: whether M must divide by the ranks.
     wide, scaled: whether it is measured with operands of 16 bits or more, and with fp8 ones.
     by_name: whether it is measured only where somebody asks for it.
+    needs: a package that must be installed.
     """
 
     case: Case
@@ -45,6 +46,7 @@ class OpSpec:
     wide: bool = True
     scaled: bool = False
     by_name: bool = False
+    needs: str = ""
 
     @property
     def sweep(self) -> Callable[[Problem, Context], Lineup] | None:
@@ -69,8 +71,8 @@ OPS: dict[str, OpSpec] = {
     "moe_layer0": OpSpec(moe, scaled=True),
     "moe_layer1": OpSpec(moe, scaled=True),
     "moe_mlp": OpSpec(moe_mlp),
-    "layer_forward": OpSpec(layer),
-    "layer_training": OpSpec(layer),
+    "layer_forward": OpSpec(layer, needs="megatron"),
+    "layer_training": OpSpec(layer, needs="megatron"),
 }
 
 # Names for several ops at once.

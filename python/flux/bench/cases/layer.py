@@ -1,13 +1,12 @@
-"""The linear layers of a transformer block, forward and backward: flux against Megatron-Core, or where that
-is not installed against plain torch layers with the same collectives.
+"""The linear layers of a transformer block, forward and backward: flux against Megatron-Core.
 
 Attention itself and the norms are left out: they are the same for both. Sequence parallelism is on.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,17 +17,15 @@ from torch import nn
 
 from flux.bench.cases import ranks
 from flux.bench.cases.common import Context, Lineup, library
-from flux.bench.cases.layer_stock import megatron_layers, torch_layers
 from flux.bench.cases.operands import normal
 from flux.bench.suites import Problem, Request
-from flux.layers import ColumnParallelLinear, RowParallelLinear
 from flux.testing.compare import agree
 
 _M = (2048, 4096, 8192)
 _CPU_M = (64,)
-_MEGATRON = "Megatron"
 
 Make = Callable[[int, int], nn.Module]
+Makes = tuple[Make, Make]
 Tensor = torch.Tensor
 
 
@@ -121,31 +118,62 @@ def _output(result: Any) -> Tensor:
     return output
 
 
+def _megatron_layers(context: Context) -> tuple[Makes, Makes]:
+    """Makers of column- and row-parallel layers from (in_features, out_features): Megatron's, and flux's."""
+    # Megatron calls collectives by names that newer torch deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if not context.cuda:
+        # Megatron allocates on "the current CUDA device" whatever the model is on. Only in this process,
+        # which does nothing but measure.
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+        torch.cuda.current_device = lambda: context.device  # type: ignore[assignment,return-value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Apex and Transformer Engine, which are not needed
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer import TransformerConfig
+
+        from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(context.world_size)
+        # The first three are for attention and not for single layers.
+        config = TransformerConfig(
+            num_layers=1,
+            num_attention_heads=context.world_size,
+            hidden_size=context.world_size,
+            tensor_model_parallel_size=context.world_size,
+            sequence_parallel=True,
+            params_dtype=context.dtype,
+            use_cpu_initialization=not context.cuda,
+            perform_initialization=False,
+            gradient_accumulation_fusion=False,
+        )
+    common = {"config": config, "init_method": nn.init.zeros_, "bias": False, "skip_bias_add": True}
+
+    def makes(column: Any, row: Any) -> Makes:
+        return (
+            lambda k, n: column(k, n, gather_output=False, **common),
+            lambda k, n: row(k, n, input_is_parallel=True, **common),
+        )
+
+    ours = makes(FluxColumnParallelLinear, FluxRowParallelLinear)
+    return makes(ColumnParallelLinear, RowParallelLinear), ours
+
+
 @dataclass(frozen=True)
 class _Pair:
     """Both blocks with the same weights, and their inputs."""
 
     ours: Block
     stock: Block
-    stock_name: str
     inputs: tuple[Tensor, Tensor]
     grads: list[Tensor]
 
     @classmethod
     def of(cls, problem: Problem, context: Context) -> _Pair:
         shape, p, draw = MODELS[problem.model], context.world_size, normal(context)
-        if importlib.util.find_spec("megatron") is not None:
-            stock_makes, our_makes = megatron_layers(context)
-            name = _MEGATRON
-        else:
-            stock_makes = torch_layers(context)
-            how: dict[str, Any] = {"device": context.device, "dtype": context.dtype, "group": context.group}
-            our_makes = (
-                lambda k, n: ColumnParallelLinear(k, n, bias=False, **how),
-                lambda k, n: RowParallelLinear(k, n, bias=False, **how),
-            )
-            name = "torch layers"
-        stock, ours = Block(shape, *stock_makes), Block(shape, *our_makes)
+        stock, ours = (Block(shape, *makes) for makes in _megatron_layers(context))
         for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
             theirs.data.copy_(draw(*theirs.shape))
             getattr(mine, "_local_tensor", mine).data = theirs.data  # flux's are DTensors
@@ -153,7 +181,7 @@ class _Pair:
         attended = draw(problem.m, 1, shape.hidden // p).requires_grad_()
         with torch.no_grad():
             grads = [draw(*y.shape) for y in stock(x, attended)]
-        return cls(ours, stock, name, (x, attended), grads)
+        return cls(ours, stock, (x, attended), grads)
 
     def run(self, block: Block, training: bool) -> list[Tensor]:
         """Results, and gradients of inputs and weights."""
@@ -186,8 +214,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     lineup = Lineup(context)
     lineup.add_call("flux", "flux", lambda: pair.run(pair.ours, training))
     lineup.add_call(library(context), "gemm", _gemms_alone(problem, context))
-    lineup.add_call(pair.stock_name, "serial", lambda: pair.run(pair.stock, training))
-    stock = f"megatron-core {version('megatron-core')}" if pair.stock_name == _MEGATRON else pair.stock_name
+    lineup.add_call("Megatron", "serial", lambda: pair.run(pair.stock, training))
+    stock = f"megatron-core {version('megatron-core')}"
     lineup.notes.append(f"stock: {stock}; its counterpart: {type(pair.ours.qkv).__module__}")
     if context.cuda:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset; Megatron recommends 1")
