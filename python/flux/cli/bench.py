@@ -20,8 +20,8 @@ from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import compare, history, options
-from flux.cli.options import real, whole
+from flux.cli import options
+from flux.cli.options import counted, file, flag, named, real
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.plan.nodes import SCHEDULES
@@ -29,8 +29,6 @@ from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
-# What measures nothing, and the options that it takes.
-_OF_FILES = {"compare": {"ops"}, "history": {"ops", "model", "m"}, "--show": {"plot", "shown"}}
 
 
 @dataclass(frozen=True)
@@ -251,97 +249,52 @@ def command(
         ),
     ] = None,
     suite: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(suites.available())}, or a TOML file with sizes."),
+        str | None, named(f"{', '.join(suites.available())}, or a TOML file with sizes.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this model; may be repeated.")
-    ] = None,
-    m: Annotated[
-        list[int] | None,
-        typer.Option("--m", parser=whole(), metavar="N", help="Rows (tokens); may be repeated."),
-    ] = None,
+    model: options.Models = None,
+    m: options.Rows = None,
     n: Annotated[
-        int | None,
-        typer.Option(
-            "--n",
-            parser=whole(),
-            metavar="N",
-            help="Columns of the whole model; with --k instead of a suite's models.",
-        ),
+        int | None, counted("Columns of the whole model; with --k instead of a suite's models.", "--n")
     ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option("--k", parser=whole(), metavar="N", help="Inner dimension of the whole model."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="bf16, fp16, fp32 or fp8.")] = None,
+    k: Annotated[int | None, counted("Inner dimension of the whole model.", "--k")] = None,
+    dtype: Annotated[str | None, named("bf16, fp16, fp32 or fp8.", metavar="TYPE")] = None,
     scales: Annotated[
         list[str] | None,
-        typer.Option(
+        named(
+            "With --dtype fp8: tensor, row (and column) or block; may be repeated. Default: all.",
             metavar="KIND",
-            help="With --dtype fp8: tensor, row (and column) or block; may be repeated. Default: all.",
         ),
     ] = None,
-    world: Annotated[
-        int | None,
-        typer.Option(parser=whole(), metavar="N", help="Processes. Default: all GPUs, or 4 on a CPU."),
-    ] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(parser=whole(), metavar="N", help="Tensor parallelism of the shapes. Default: --world."),
-    ] = None,
+    world: Annotated[int | None, counted("Processes. Default: all GPUs, or 4 on a CPU.")] = None,
+    tp: Annotated[int | None, counted("Tensor parallelism of the shapes. Default: --world.")] = None,
     ep: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=whole(),
-            metavar="N",
-            help="moe: into how many slices the experts are cut, a divisor of --world; may be repeated. "
-            "Default: 1 and --world.",
+        counted(
+            "moe: into how many slices the experts are cut, a divisor of --world; may be repeated. "
+            "Default: 1 and --world."
         ),
     ] = None,
     imbalance: Annotated[
         list[str] | None,
-        typer.Option(
+        named(
+            "moe: standard deviation of the experts' loads, 0 to 1, zipf or hot; may be repeated.",
             metavar="STD",
-            help="moe: standard deviation of the experts' loads, 0 to 1, zipf or hot; may be repeated.",
         ),
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            parser=whole(2, MAX_WORLD_SIZE),
-            metavar="N",
-            help="The ranks on so many nodes, emulated on this machine.",
-        ),
+        counted("The ranks on so many nodes, emulated on this machine.", least=2, most=MAX_WORLD_SIZE),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result here, row by row.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the result (png, pdf, svg; needs matplotlib)."),
-    ] = None,
-    iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(parser=whole(), metavar="N", help="Bursts of each candidate.")
-    ] = None,
-    shown: Annotated[
-        Path | None,
-        typer.Option("--show", metavar="FILE", help="Show a JSON file of flux, measure nothing."),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", metavar="", help="Exit status 1 if a row is under the bar (GPUs)."),
-    ] = False,
+    json_file: Annotated[Path | None, file("Write the result here, row by row.", "--json")] = None,
+    plot: Annotated[Path | None, file("Draw the result (png, pdf, svg; needs matplotlib).")] = None,
+    iters: options.Burst = None,
+    rounds: options.Rounds = None,
+    shown: Annotated[Path | None, file("Show a JSON file of flux, measure nothing.", "--show")] = None,
+    strict: Annotated[bool, flag("Exit status 1 if a row is under the bar (GPUs).", "--strict")] = False,
     alone: Annotated[
-        bool,
-        typer.Option(
-            "--alone", metavar="", help="Without peers: flux and the GEMM, to compare kernels quickly."
-        ),
+        bool, flag("Without peers: flux and the GEMM, to compare kernels quickly.", "--alone")
     ] = False,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", metavar="", help="Use the CPU path even if there are GPUs.")
-    ] = False,
+    cpu: options.OnCpu = False,
     link: Annotated[
         float | None,
         typer.Option(
@@ -351,8 +304,7 @@ def command(
         ),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(parser=real(1.0), metavar="SECONDS", help="After that the run is stopped."),
+        float, typer.Option(parser=real(1.0), metavar="SECONDS", help="After that the run is stopped.")
     ] = 3600.0,
     all_configs: Annotated[bool, typer.Option("--all-configs", hidden=True)] = False,
 ) -> None:
@@ -368,9 +320,11 @@ def command(
             options.check_target("bench: --plot", plot)
             if plot == json_file:
                 raise ValueError(f"bench: --plot expected another file than --json, got {str(plot)!r}")
-        what = "--show" if shown is not None else ops[0] if ops and ops[0] in _OF_FILES else ""
-        if what:
-            _of_files(what, ctx, given)
+        if shown is not None:
+            options.only_rank_0()
+            if idle := [p.opts[0] for p in ctx.command.params if p.name in given - {"plot", "shown"}]:
+                raise ValueError(f"bench: --show measures nothing, expected without {', '.join(idle)}")
+            show_file(shown, plot)
             return
         if options.torchrun() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(
@@ -415,23 +369,6 @@ def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
     )
 
 
-def _of_files(what: str, ctx: typer.Context, given: set[str]) -> None:
-    """Shows a file; or `compare` and `history`, which have commands of their own now."""
-    options.only_rank_0()
-    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _OF_FILES[what]]:
-        raise ValueError(f"bench: {what} measures nothing, expected without {', '.join(idle)}")
-    of = ctx.params
-    if what == "--show":
-        show_file(of["shown"], of["plot"])
-        return
-    make_console(stderr=True).print(f"`flux bench {what}` is `flux {what}` now", highlight=False)
-    files = [Path(name) for name in of["ops"][1:]]
-    if what == "compare":
-        compare.command(files)
-    else:
-        history.command(files, of["model"], of["m"])
-
-
 def _explain_failure(error: SpawnError, settings: Settings) -> None:
     """Prints the first failure in full and the others, which are mostly consequences, in a line each."""
     console = make_console(stderr=True)
@@ -445,9 +382,9 @@ def _explain_failure(error: SpawnError, settings: Settings) -> None:
         say(str(error.failures[0]))
         for failure in error.failures[1:]:
             say(f"rank {failure.rank}: {str(failure).strip().splitlines()[-1]}")
-    file = Path(settings.json_file or "")
-    if file.is_file() and not records.read(file).complete:
-        say(f"rows measured before that are in {file}")
+    path = Path(settings.json_file or "")
+    if path.is_file() and not records.read(path).complete:
+        say(f"rows measured before that are in {path}")
 
 
 def within_bar(record: Record) -> bool:

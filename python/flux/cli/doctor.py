@@ -17,6 +17,7 @@ from flux.bench.report import make_console
 from flux.cli import findings, links, options, vllm
 from flux.cli import nodes as among_nodes
 from flux.cli.findings import Finding
+from flux.cli.options import counted, file, flag, named
 from flux.machine import now
 
 _NAME_WIDTH = 28
@@ -66,39 +67,31 @@ class _File(TypedDict):
 
 def show(data: dict[str, Any], console: Console) -> None:
     """Prints the findings of a file."""
-    file: _File = parse(_File, data)
-    console.print(Text(f"flux doctor · {file['date']}", style="dim"))
-    report(file["findings"], console)
+    told: _File = parse(_File, data)
+    console.print(Text(f"flux doctor · {told['date']}", style="dim"))
+    report(told["findings"], console)
 
 
 def command(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the findings to this file.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Only look, measure nothing.")] = False,
+    json_file: Annotated[Path | None, file("Also write the findings to this file.", "--json")] = None,
+    quick: Annotated[bool, flag("Only look, measure nothing.", "--quick")] = False,
     model: Annotated[
         str | None,
-        typer.Option(
+        named(
+            "Instead: what of a model (a folder, or a name in the hub's cache) runs on flux in vLLM.",
             "--vllm",
             metavar="MODEL",
-            help="Instead: what of a model (a folder, or a name in the hub's cache) runs on flux in vLLM.",
         ),
     ] = None,
-    tp: Annotated[
-        int, typer.Option("--tp", metavar="N", parser=options.whole(), help="With --vllm: ranks.")
-    ] = 2,
+    tp: Annotated[int, counted("With --vllm: ranks.", "--tp")] = 2,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            "--nodes",
-            metavar="N",
-            parser=options.whole(2),
-            help="Instead: the links between so many nodes, under torchrun on all of them; else emulated.",
+        counted(
+            "Instead: the links between so many nodes, under torchrun on all of them; else emulated.", least=2
         ),
     ] = None,
     links_file: Annotated[
-        Path | None,
-        typer.Option("--links", metavar="FILE", help="With --nodes: write the rates, for FLUX_LINKS."),
+        Path | None, file("With --nodes: write the rates, for FLUX_LINKS.", "--links")
     ] = None,
 ) -> None:
     """Look at this machine: versions, native library, GPUs, links, memory, environment.

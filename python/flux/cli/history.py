@@ -33,13 +33,8 @@ def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) 
 
 def command(
     files: Annotated[list[Path], typer.Argument(metavar="FILES", show_default=False)],
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this model; may be repeated.")
-    ] = None,
-    m: Annotated[
-        list[int] | None,
-        typer.Option("--m", parser=options.whole(), metavar="N", help="Only these rows; may be repeated."),
-    ] = None,
+    model: options.Models = None,
+    m: options.Rows = None,
 ) -> None:
     """Follow each row over results of bench, by their dates."""
     options.only_rank_0()

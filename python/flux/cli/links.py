@@ -1,4 +1,4 @@
-"""The links between the GPUs of this machine, and their bandwidth and latency."""
+"""The links between the GPUs of this machine, and their bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flux.machine import run_text
 PAYLOAD_SHARE = 0.80
 # A pair with less than this share of the expected bandwidth is reported; noise is smaller.
 _ACCEPT = 0.85
-_SIGNAL_US = 4.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -70,7 +69,7 @@ def probe(what: str, timeout_s: float) -> dict[str, Any]:
 
 
 def links(*, active: bool = True) -> Iterator[Finding]:
-    """Topology, peer access, symmetric memory, bandwidth, signal latency; nothing if there is one GPU."""
+    """Topology, peer access, symmetric memory, bandwidth; nothing if there is one GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return
@@ -101,7 +100,6 @@ def links(*, active: bool = True) -> Iterator[Finding]:
         return
     yield from _symmetric_memory(section, count)
     yield from _bandwidth(section, expected)
-    yield _signal(section)
 
 
 def _peer_access(count: int) -> Finding:
@@ -162,15 +160,3 @@ def _bandwidth(section: str, expected: float | None) -> Iterator[Finding]:
         "ok" if expected and good else "info" if good else "bad",
         advice,
     )
-
-
-def _signal(section: str) -> Finding:
-    answer = probe("signal", 120.0)
-    if "error" in answer:
-        return Finding(section, "signal, one way", f"not measured: {answer['error']}")
-    worst = max(answer["pairs"].values())
-    value = f"{min(answer['pairs'].values()):.2f}–{worst:.2f} µs, should be under {_SIGNAL_US:.0f}"
-    if worst <= _SIGNAL_US:
-        return Finding(section, "signal, one way", value, "ok", None, answer)
-    advice = "signals are slow, so small shapes gain little: look for other jobs on the GPUs"
-    return Finding(section, "signal, one way", value, "bad", advice, answer)

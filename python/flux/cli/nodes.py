@@ -61,6 +61,9 @@ def findings(answer: dict[str, Any], nodes: int, path: Path | None, how: str) ->
     if "why_not" in answer:
         yield Finding(_SECTION, "topology", answer["why_not"], "bad", _ADVICE)
         return
+    if "busy" in answer:
+        yield Finding(_SECTION, "rates", answer["busy"], "bad", "what else runs here? End it, measure again")
+        return
     if answer["nodes"] != nodes:
         value = f"{answer['nodes']} nodes x {answer['ranks']}, not {nodes} nodes"
         yield Finding(_SECTION, "topology", value, "bad", _ADVICE)
@@ -112,6 +115,8 @@ def measure(rank: int, world_size: int) -> dict[str, Any]:
     with workspace.naming("doctor"):
         empty_us = _slowest_us(exchange(16), 50, group, device)
         full_us = _slowest_us(exchange(big), 8, group, device)
+        if full_us < 2 * empty_us:
+            return {"busy": f"an exchange took {full_us:.0f} µs, and {empty_us:.0f} without bytes"}
         ranks = workspace.topology.ranks
         inside_us = _slowest_us(inside, 8, group, device) if ranks > 1 else 0.0
     return {
@@ -119,7 +124,7 @@ def measure(rank: int, world_size: int) -> dict[str, Any]:
         "ranks": ranks,
         "engine": workspace.engine,
         "latency_us": empty_us,
-        "nic_gb_per_s": big / max(full_us - empty_us, 1e-3) / 1e3,
+        "nic_gb_per_s": big / (full_us - empty_us) / 1e3,
         "nvlink_gb_per_s": (ranks - 1) * rows.nbytes / inside_us / 1e3
         if inside_us
         else Links().nvlink_gb_per_s,

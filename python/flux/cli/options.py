@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -156,6 +156,33 @@ def real(least: float, most: float = _MOST_SECONDS) -> Callable[[Any], float]:
         return value
 
     return number
+
+
+def counted(text: str, *names: str, least: int = 1, most: int | None = None) -> Any:
+    """An option that takes a whole number. text: its help."""
+    return typer.Option(*names, parser=whole(least, most), metavar="N", help=text)
+
+
+def named(text: str, *names: str, metavar: str = "NAME") -> Any:
+    """An option that takes a text."""
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
+def flag(text: str, *names: str) -> Any:
+    """An option that takes nothing."""
+    return typer.Option(*names, metavar="", help=text)
+
+
+def file(text: str, *names: str) -> Any:
+    """An option that takes the path of a file."""
+    return typer.Option(*names, metavar="FILE", help=text)
+
+
+Models = Annotated[list[str] | None, named("Only this model; may be repeated.")]
+Rows = Annotated[list[int] | None, counted("Rows of x (tokens); may be repeated.", "--m")]
+Burst = Annotated[int | None, counted("Calls in a burst.")]
+Rounds = Annotated[int | None, counted("Bursts of each candidate.")]
+OnCpu = Annotated[bool, flag("Use the CPU path even if there are GPUs.", "--cpu")]
 
 
 def check_target(name: str, path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Active measurements between GPUs: ``python -m flux.cli.probe push|signal|symm``.
+"""Active measurements between GPUs: ``python -m flux.cli.probe push|symm``.
 
 Prints one JSON object on the last line of its output.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -18,34 +18,7 @@ from flux.bench.timing import elapsed_ms, recorded
 
 _PUSH_BYTES = 256 << 20
 _REPEATS = 6
-_ROUNDS = 1000
 _cuda: Any = torch.cuda  # parts of it are not typed
-
-# Ping-pong of a counter between two GPUs. Every wait has a deadline: a broken link must not hang the GPU.
-_PING_PONG = r"""
-extern "C" __global__ void ping_pong(unsigned* mine, unsigned* theirs, unsigned long long* out, int rounds,
-                                     int first) {
-  unsigned long long start, now, done = 0;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  now = start;
-  for (unsigned i = 1; i <= (unsigned)rounds; ++i) {
-    if (first) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(i) : "memory");
-    unsigned seen = 0, polls = 0;
-    while (seen < i) {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      if ((++polls & 1023u) == 0) {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-        if (now - start > 2000000000ull) { out[0] = 0; out[1] = done; return; }
-      }
-    }
-    if (!first) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(i) : "memory");
-    done = i;
-  }
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  out[0] = now - start;
-  out[1] = done;
-}
-"""
 
 
 def _timed_copies(
@@ -85,38 +58,6 @@ def push() -> dict[str, Any]:
     return {"pairs": rates, "ring": max(_timed_copies(ring, buffers, streams) for _ in range(3))}
 
 
-def signal() -> dict[str, Any]:
-    """One-way latency of a release store seen by an acquire load on the peer, in microseconds, per pair."""
-    count = torch.cuda.device_count()
-    kernels, flags, outs = [], [], []
-    for i in range(count):
-        with torch.cuda.device(i):
-            kernels.append(_cuda._compile_kernel(_PING_PONG, "ping_pong"))
-            flags.append(torch.zeros(1, dtype=torch.int32, device=f"cuda:{i}"))
-            outs.append(torch.zeros(2, dtype=torch.int64, device=f"cuda:{i}"))
-    for i, j in permutations(range(count), 2):
-        # torch enables peer access at the first copy of a pair.
-        flags[j].copy_(flags[i])
-    times = {}
-    for i, j in combinations(range(count), 2):
-        for rounds in (10, _ROUNDS):  # the first run loads the kernel
-            for k in (i, j):
-                flags[k].zero_()
-                outs[k].zero_()
-                torch.cuda.synchronize(k)
-            for k, peer in ((j, i), (i, j)):
-                with torch.cuda.device(k):
-                    arguments = [flags[k], flags[peer], outs[k], rounds, int(k == i)]
-                    kernels[k](grid=(1, 1, 1), block=(1, 1, 1), args=arguments)
-            torch.cuda.synchronize(i)
-            torch.cuda.synchronize(j)
-        nanoseconds, done = outs[i].tolist()
-        if done != _ROUNDS or nanoseconds <= 0:
-            return {"error": f"GPUs {i} and {j} exchanged {done} of {_ROUNDS} signals within 2 s"}
-        times[f"{i}-{j}"] = nanoseconds / 1e3 / (2 * _ROUNDS)
-    return {"pairs": times}
-
-
 def _symm_rank(rank: int, size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -153,7 +94,7 @@ def symm() -> dict[str, Any]:
 def main() -> None:
     """Runs the probe named on the command line."""
     machine.disable_multicast()
-    probes = {"push": push, "signal": signal, "symm": symm}
+    probes = {"push": push, "symm": symm}
     try:
         answer = probes[sys.argv[1]]()
     except Exception as error:  # the parent process shows the error

@@ -17,7 +17,7 @@ from flux.bench.report import make_console
 from flux.bench.runner import Settings
 from flux.cli import options
 from flux.cli.bench import Asked, choose
-from flux.cli.options import real, whole
+from flux.cli.options import counted, file, named, real
 from flux.testing import SpawnError
 
 _FILE = Path("flux-tuning.json")
@@ -33,39 +33,23 @@ def command(
             help=f"Ops: gemm, {', '.join(tune.OPS)}. Default: all; on CPUs the collective ones.",
         ),
     ] = None,
-    suite: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Suite of shapes, as of flux bench, or a TOML file.")
-    ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this model of the suite; may be repeated.")
-    ] = None,
+    suite: Annotated[str | None, named("Suite of shapes, as of flux bench, or a TOML file.")] = None,
+    model: options.Models = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Shapes that a program recorded with FLUX_RECORD_SHAPES=FILE."),
+        Path | None, file("Shapes that a program recorded with FLUX_RECORD_SHAPES=FILE.")
     ] = None,
-    m: Annotated[
-        list[int] | None, typer.Option(parser=whole(), metavar="N", help="Rows of x; may be repeated.")
-    ] = None,
-    n: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="A shape: with --k.")] = None,
-    k: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="A shape: with --n.")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="T", help="bf16, fp16 or fp32.")] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(parser=whole(2), metavar="N", help="Ranks. Default: all GPUs, or 4 on a CPU."),
-    ] = None,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", metavar="", help="Tune the CPU path even if there are GPUs.")
-    ] = False,
+    m: options.Rows = None,
+    n: Annotated[int | None, counted("A shape: with --k.")] = None,
+    k: Annotated[int | None, counted("A shape: with --n.")] = None,
+    dtype: Annotated[str | None, named("bf16, fp16 or fp32.", metavar="T")] = None,
+    tp: Annotated[int | None, counted("Ranks. Default: all GPUs, or 4 on a CPU.", least=2)] = None,
+    cpu: options.OnCpu = False,
     budget: Annotated[
         float, typer.Option(parser=real(1.0), metavar="SECONDS", help="Begin no further row after that.")
     ] = 1800.0,
-    iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(parser=whole(), metavar="N", help="Bursts of each way.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Write or continue this file; FLUX_TUNING=FILE uses it.")
-    ] = _FILE,
+    iters: options.Burst = None,
+    rounds: options.Rounds = None,
+    out: Annotated[Path, file("Write or continue this file; FLUX_TUNING=FILE uses it.")] = _FILE,
 ) -> None:
     """Time every way to run each operator here, and write what plans choose by.
 

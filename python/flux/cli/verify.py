@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -12,7 +11,6 @@ from typing import Annotated, Any, TypedDict
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -20,57 +18,36 @@ from flux import machine
 from flux._files import parse, write_json
 from flux.bench.report import make_console
 from flux.cli import options, verify_cases
-from flux.cli.options import real, whole
-from flux.cli.verify_log import Outcome, Say
+from flux.cli.options import counted, file, real
+from flux.cli.verify_log import Outcome
 from flux.comm.workspace import MAX_WORLD_SIZE
 
 _STYLE = {"exact": "green", "wrong": "bold red", "timed out": "bold red", "skipped": "yellow"}
 
 
-def plan_runs(
-    world: int | None, cpu: bool, timeout_s: float, say: Say, nodes: int = 1
-) -> Iterator[Iterator[Outcome]]:
+def plan_runs(world: int | None, cpu: bool, timeout_s: float, nodes: int = 1) -> Iterator[Iterator[Outcome]]:
     """Real ranks as far as there are GPUs, emulated ones on the first; without a GPU the CPU path. With
     several nodes: only those.
     """
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
     if nodes > 1:
         size = world or (gpus - gpus % nodes if gpus else 2 * nodes)
-        yield verify_cases.ranks(size, "cuda" if gpus else "cpu", timeout_s, say, nodes)
+        yield verify_cases.ranks(size, "cuda" if gpus else "cpu", timeout_s, nodes)
         return
     if not gpus:
-        yield verify_cases.gemm(torch.device("cpu"), say)
+        yield verify_cases.gemm(torch.device("cpu"))
         for size in [world] if world else [2, 4]:
-            yield verify_cases.ranks(size, "cpu", timeout_s, say)
+            yield verify_cases.ranks(size, "cpu", timeout_s)
         return
     device = torch.device("cuda", 0)
-    yield verify_cases.gemm(device, say)
+    yield verify_cases.gemm(device)
     for size in [world] if world else [2, 4, 8]:
         if size > 1:
-            yield verify_cases.emulated(size, device, say)
+            yield verify_cases.emulated(size, device)
     real_sizes = [world] if world else sorted({2, gpus})
     for size in real_sizes:
         if 2 <= size <= gpus:
-            yield verify_cases.ranks(size, "cuda", timeout_s, say)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Say]:
-    """Progress: one changing line on a terminal, else a line for each op."""
-    if console.is_terminal:
-        with console.status("verifying") as status:
-            yield lambda text: status.update(f"verifying {escape(text)}")
-        return
-    said = ""
-
-    def say(text: str) -> None:
-        nonlocal said
-        op = text.partition(":")[0]
-        if op != said:
-            said = op
-            console.print(f"verifying {op}", highlight=False)
-
-    yield say
+            yield verify_cases.ranks(size, "cuda", timeout_s)
 
 
 def failed(outcomes: list[Outcome]) -> bool:
@@ -105,32 +82,21 @@ class _File(TypedDict):
 
 def show(data: dict[str, Any], console: Console) -> None:
     """Prints the outcomes of a file."""
-    file: _File = parse(_File, data)
-    console.print(Text(f"flux verify · {file['commit']} · {file['date']}", style="dim"))
-    report(file["outcomes"], console)
+    told: _File = parse(_File, data)
+    console.print(Text(f"flux verify · {told['commit']} · {told['date']}", style="dim"))
+    report(told["outcomes"], console)
 
 
 def command(
-    world: Annotated[
-        int | None,
-        typer.Option(parser=whole(1, MAX_WORLD_SIZE), metavar="N", help="Only this number of ranks."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the outcomes to this file.")
-    ] = None,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", metavar="", help="Verify the CPU path even if there are GPUs.")
-    ] = False,
+    world: Annotated[int | None, counted("Only this number of ranks.", most=MAX_WORLD_SIZE)] = None,
+    json_file: Annotated[Path | None, file("Also write the outcomes to this file.", "--json")] = None,
+    cpu: options.OnCpu = False,
     timeout: Annotated[
         float, typer.Option(parser=real(1.0), metavar="SECONDS", help="For one number of ranks.")
     ] = 300.0,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            parser=whole(1, MAX_WORLD_SIZE),
-            metavar="N",
-            help="Only ranks on so many nodes, emulated on this machine.",
-        ),
+        counted("Only ranks on so many nodes, emulated on this machine.", most=MAX_WORLD_SIZE),
     ] = None,
 ) -> None:
     """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.
@@ -144,9 +110,8 @@ def command(
         options.check_nodes("verify", nodes, world, cpu)
     machine.disable_multicast()
     outcomes: list[Outcome] = []
-    with _progress(make_console(stderr=True)) as say:
-        for run in plan_runs(world, cpu, timeout, say, nodes or 1):
-            outcomes += run
+    for run in plan_runs(world, cpu, timeout, nodes or 1):
+        outcomes += run
     bad = failed(outcomes)
     if json_file is not None:
         write_json(

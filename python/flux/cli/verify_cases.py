@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import flux
 from flux import machine
 from flux.cli import options, verify_fp8, verify_log, verify_moe
-from flux.cli.verify_log import RUNNING, Outcome, Say
+from flux.cli.verify_log import RUNNING, Outcome
 from flux.ops import gemm as products
 from flux.plan.gemm import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
@@ -91,12 +93,7 @@ def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device
     return next((s for s in said if s != "exact"), "exact")
 
 
-def _quiet(text: str) -> None:
-    """Reports no progress."""
-
-
-def _timed(op: str, name: str, where: str, run: Callable[[], str], say: Say = _quiet) -> Outcome:
-    say(Outcome(op, name, where, RUNNING).label)
+def _timed(op: str, name: str, where: str, run: Callable[[], str]) -> Outcome:
     start = time.perf_counter()
     state = "wrong"
     try:
@@ -109,7 +106,12 @@ def _timed(op: str, name: str, where: str, run: Callable[[], str], say: Say = _q
     return Outcome(op, name, where, state, "" if state == "exact" else result, seconds)
 
 
-def gemm(device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
+def _announced(op: str, name: str, where: str, run: Callable[[], str]) -> Outcome:
+    verify_log.announce(op, where)
+    return _timed(op, name, where, run)
+
+
+def gemm(device: torch.device) -> Iterator[Outcome]:
     """flux.gemm in this process."""
     where = "1 GPU" if device.type == "cuda" else "CPU"
 
@@ -119,12 +121,12 @@ def gemm(device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
         return compare(got, case.expected(0, device))
 
     for name, case in named_cases(1, device.type):
-        yield _timed("gemm", name, where, partial(run, case), say)
+        yield _announced("gemm", name, where, partial(run, case))
     for name, scaled in verify_fp8.gemm_cases():
-        yield _timed("gemm", f"fp8, {name}", where, partial(verify_fp8.gemm_case, scaled, device), say)
+        yield _announced("gemm", f"fp8, {name}", where, partial(verify_fp8.gemm_case, scaled, device))
 
 
-def emulated(world_size: int, device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
+def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
     """The kernels with all their ranks on one GPU."""
     where = f"{world_size} ranks emulated"
     reason = why_not(world_size, device)
@@ -138,11 +140,11 @@ def emulated(world_size: int, device: torch.device, say: Say = _quiet) -> Iterat
                 continue  # runs unfused through torch, which is not a kernel to emulate
             if op in ("all_reduce", "reduce_scatter") and case.m * case.n > _MAX_EMULATED_SUM // world_size:
                 continue
-            yield _timed(op, name, where, partial(_emulated_case, ranks, op, case), say)
+            yield _announced(op, name, where, partial(_emulated_case, ranks, op, case))
     for name, experts in verify_moe.named_cases(world_size):
-        yield _timed(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts), say)
+        yield _announced(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts))
     for name, fp8 in verify_fp8.named_cases(world_size):
-        yield _timed(_FP8, name, where, partial(verify_fp8.emulated_case, ranks, fp8), say)
+        yield _announced(_FP8, name, where, partial(verify_fp8.emulated_case, ranks, fp8))
 
 
 def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
@@ -278,26 +280,21 @@ def _rank_call(
     return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]
 
 
-def ranks(
-    world_size: int, device: str, timeout_s: float, say: Say = _quiet, nodes: int = 1
-) -> Iterator[Outcome]:
+def ranks(world_size: int, device: str, timeout_s: float, nodes: int = 1) -> Iterator[Outcome]:
     """The collective ops between processes: GPUs, or the CPU path; on several nodes, emulated on this one."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    env = {
-        **machine.NO_MULTICAST,
-        "FLUX_TUNING": "off",
-        "FLUX_NODES": "two-level",
-    }  # the kernels are to run, also where others are faster
+    # The kernels are to run, also where others are faster.
+    env = {**machine.NO_MULTICAST, "FLUX_TUNING": "off", "FLUX_NODES": "two-level"}
     starting = Outcome("all", "starting", _where(world_size, device, nodes), RUNNING)
-    say(starting.label)
-    with verify_log.followed(say) as log:
+    with tempfile.TemporaryDirectory(prefix="flux-verify-") as folder:
+        log = Path(folder) / "log"
         try:
             results: list[list[Outcome]] = spawn(
                 run_rank,
                 world_size,
                 device,
                 str(log),
-                *([nodes] if nodes > 1 else []),
+                nodes,
                 timeout_s=timeout_s,
                 backend=backend,
                 env=env,
@@ -305,10 +302,10 @@ def ranks(
             )
             outcomes = results[0]
         except RuntimeError as error:
-            outcomes = verify_log.finished(log)
+            outcomes, begun = verify_log.read(log)
             late = options.timed_out(error)
             lines = str(error).strip().splitlines() or ["a rank died"]
             detail = f"not done after {timeout_s:g} s (--timeout)" if late else lines[-1]
-            begun = verify_log.running(log) or starting
-            outcomes.append(replace(begun, state="timed out" if late else "wrong", detail=detail))
+            state = "timed out" if late else "wrong"
+            outcomes.append(replace(begun or starting, state=state, detail=detail))
     yield from outcomes

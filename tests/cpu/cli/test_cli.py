@@ -295,7 +295,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     answers: dict[str, dict[str, object]] = {
         "symm": {"backend": "cuda", "peers": 2, "gemm_rs": "exact"},
         "push": {"pairs": {"0-1": 385.0, "1-0": 388.0}, "ring": 384.0},
-        "signal": {"pairs": {"0-1": 1.34}},
     }
     monkeypatch.setattr(links, "probe", lambda what, timeout_s: answers[what])
     return answers
@@ -315,7 +314,6 @@ def test_bad_links_come_with_advice(
     two_gpus: dict[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_gpus["push"] = {"pairs": {"0-1": 385.0, "1-0": 30.0}, "ring": 30.0}
-    two_gpus["signal"] = {"pairs": {"0-1": 40.0}}
     two_gpus["symm"] = {"error": "no answer within 120 s"}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (1, 0))
     found = list(links.links())
@@ -325,7 +323,6 @@ def test_bad_links_come_with_advice(
         "symmetric memory",
         "copy-engine push",
         "push, all GPUs at once",
-        "signal, one way",
     }
     assert "missing: 1→0" in bad["peer access"].value
     assert "slow: 1→0 30" in (bad["copy-engine push"].advice or "")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import flux
@@ -82,62 +79,25 @@ def test_a_wait_inside_of_a_case_is_a_time_out_too() -> None:
     assert verify_cases._timed("op", "case", "here", fails).state == "wrong"
 
 
-def test_a_case_is_named_before_it_runs() -> None:
-    events: list[str] = []
-
-    def run() -> str:
-        events.append("run")
-        return "exact"
-
-    verify_cases._timed("gemm", "one tile", "CPU", run, events.append)
-    assert events == ["gemm, CPU: one tile", "run"]
-
-
-def test_the_processes_tell_what_runs_now() -> None:
-    said: list[str] = []
-
-    def until(count: int) -> None:
-        deadline = time.monotonic() + 30
-        while len(said) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    with verify_log.followed(said.append) as path, verify_log.writer(str(path)) as write:
-        write(BEGUN)
-        until(1)
-        write(replace(BEGUN, state="exact"))
-        write(replace(BEGUN, case="the next"))
-        until(2)
-        assert said == ["gemm_rs, 2 processes, CPU: many tiles", "gemm_rs, 2 processes, CPU: the next"]
-        assert [o.case for o in verify_log.finished(path)] == ["many tiles"]
-
-
-def test_half_a_line_is_not_read(tmp_path: Path) -> None:
-    """A process that is killed while it writes."""
+def test_progress_is_a_line_for_each_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all that the file says; half a line, by a process that was killed while it wrote, is not read."""
     path = tmp_path / "log"
-    with verify_log.writer(str(path)) as write:
-        write(DONE)
-        write(BEGUN)
+    with verify_log.writer(str(path)) as write, verify_log.writer(None) as silent:
+        for case in ("many tiles", "the next"):
+            write(replace(BEGUN, case=case))
+            silent(replace(BEGUN, op="gemm"))
+            write(replace(DONE, case=case))
+        write(replace(BEGUN, where="4 processes, CPU"))
     with path.open("a") as file:
         file.write('{"op": "gemm')
-    assert verify_log.finished(path) == [DONE] and verify_log.running(path) == BEGUN
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress(terminal: bool) -> None:
-    """On a terminal the case that runs; in a file a line for each op."""
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-    with verify._progress(console) as say:
-        say("gemm, CPU: one tile")
-        say("gemm, CPU: [many] tiles")
-        time.sleep(0.3)
-        say("gemm_rs, 2 processes, CPU: one tile")
-        time.sleep(0.3)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    if terminal:
-        assert text.index("verifying gemm, CPU: [many] tiles") < text.index("verifying gemm_rs, 2 processes")
-    else:
-        assert text.splitlines() == ["verifying gemm, CPU", "verifying gemm_rs, 2 processes, CPU"]
+    assert capsys.readouterr().err.splitlines() == [
+        "verifying gemm_rs, 2 processes, CPU",
+        "verifying gemm_rs, 4 processes, CPU",
+    ]
+    done, running = verify_log.read(path)
+    assert [o.case for o in done] == ["many tiles", "the next"]
+    assert running == replace(BEGUN, where="4 processes, CPU")
+    assert verify_log.read(tmp_path / "none") == ([], None)
 
 
 def test_cases_after_an_error_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,11 @@ def test_doctor_measures_what_plans_take(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < links.nic_gb_per_s < 1e3 and 0 < links.latency_us < 1e6
 
 
-def test_doctor_says_why_there_are_no_nodes() -> None:
+def test_doctor_says_why_there_are_no_rates(tmp_path: Path) -> None:
     (finding,) = nodes.findings({"why_not": "all ranks are on one node"}, 2, None, "measured")
     assert finding.state == "bad" and "FLUX_NODE" in (finding.advice or "")
+    (finding,) = nodes.findings({"busy": "5 µs, 5 without bytes"}, 2, tmp_path / "links", "measured")
+    assert finding.state == "bad" and not list(tmp_path.iterdir()), "no rates are written"
     (finding,) = nodes.findings({"nodes": 3, "ranks": 2}, 2, None, "measured")
     assert finding.state == "bad" and finding.value == "3 nodes x 2, not 2 nodes"
 
