@@ -27,10 +27,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,31 +38,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import flux
-from flux import peers
+from flux import machine, peers
 from flux._native import core
+from flux.bench.cases.common import Context
 from flux.bench.record import write_rows
 from flux.bench.timing import GpuTimer, captured
 from flux.ops import gemm
+from flux.testing import spawn
 from vllm_models import MODELS, Model
 
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
 LAYERS, REPLAYS, ROUNDS = 16, 10, 9
 EPS = 1e-6
 SMALL = 128 << 20  # bytes
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """As flux.peers wants them."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    group: Any = None
-    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,7 @@ class Layer:
     norm: Tensor
 
     @staticmethod
-    def made(ranks: Ranks, model: Model) -> Layer:
+    def made(ranks: Context, model: Model) -> Layer:
         def weight(n: int, k: int) -> Tensor:
             return torch.randn(n, k, device=ranks.device).to(ranks.dtype) * k**-0.5
 
@@ -128,7 +116,7 @@ class Arm:
         return x
 
 
-def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
+def arms(ranks: Context, hidden: int, m: int) -> dict[str, Arm]:
     group, cublas = ranks.group, torch.nn.functional.linear
 
     def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
@@ -171,31 +159,7 @@ def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
     return found
 
 
-def profiled(replay: Callable[[], object]) -> list[str]:
-    """A line for each kernel of a layer: microseconds after the one before it ended, and how long it ran."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(3):
-            replay()
-        torch.cuda.synchronize()
-    events = sorted(
-        (e for e in prof.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
-    )
-    events = events[-(len(events) // 3) :]
-    kernels = len(events) // LAYERS
-    lines = []
-    for position in range(kernels):
-        here = range(len(events) - kernels * (LAYERS - 1) + position, len(events), kernels)
-        gaps = [events[i].time_range.start - events[i - 1].time_range.end for i in here]
-        times = [events[i].time_range.elapsed_us() for i in here]
-        lines.append(
-            f"  {statistics.mean(gaps):6.2f} {statistics.mean(times):6.2f} {events[here[0]].name[:70]}"
-        )
-    return lines
-
-
-def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namespace) -> dict[str, Any]:
+def measured(ranks: Context, layers: list[Layer], m: int, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(m)
     hidden, width = layers[0].o.shape  # as many columns as the attention of a rank
     x, residual = (torch.randn(m, hidden, device=ranks.device).to(ranks.dtype) for _ in "12")
@@ -218,12 +182,6 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namesp
         name: [round(1e3 * ms / LAYERS, 3) for ms in taken]
         for name, taken in timer.interleaved(replays, REPLAYS, ROUNDS).items()
     }
-    if options.profile:
-        for name, replay in replays.items():
-            dist.barrier()
-            lines = profiled(replay)
-            if ranks.rank == 0:
-                print(f"M = {m}, {name}:", *lines, sep="\n", flush=True)
     want = results["flux"].float()
     apart = {name: ((got.float() - want).norm() / want.norm()).item() for name, got in results.items()}
     wrong = {name: value for name, value in apart.items() if not value < 0.1}
@@ -232,29 +190,23 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namesp
     return {name: {"us": statistics.median(times), "samples_us": times} for name, times in samples.items()}
 
 
-def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world, device_id=device)
-    ranks = Ranks(rank, world, device, dist.group.WORLD)
+def work(rank: int, world: int, options: argparse.Namespace) -> None:
     if options.mode is not None:
         mode = getattr(core.ExchangeMode, options.mode)
         core.all_reduce_mode = lambda *_: mode
     torch.manual_seed(rank)
-    rows: dict[int, Any] = {}
+    ranks = Context(rank, world, world, torch.device("cuda", rank), torch.bfloat16, dist.group.WORLD)
+    what = f"microseconds a decoder layer of {options.model}, benchmarks/decode_layer.py"
+    rows = []
     with torch.no_grad():
         layers = [Layer.made(ranks, MODELS[options.model]) for _ in range(LAYERS)]
         for m in options.m:
-            rows[m] = measured(ranks, layers, m, options)
-            if rank:
-                continue
-            print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in rows[m].items()), flush=True)
-            if options.json is not None:
-                what = f"microseconds a decoder layer of {options.model}, benchmarks/decode_layer.py"
-                told = [{"m": m, "arm": arm, **us} for m, of_m in rows.items() for arm, us in of_m.items()]
-                write_rows(options.json, what, told, tp=world, mode=options.mode or "planned")
-    dist.barrier()
-    os._exit(0)  # a package's memory may outlive the group that made it
+            found = measured(ranks, layers, m, options)
+            rows += [{"m": m, "arm": arm, **us} for arm, us in found.items()]
+            if rank == 0:
+                print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in found.items()), flush=True)
+                if options.json is not None:
+                    write_rows(options.json, what, rows, tp=world, mode=options.mode or "planned")
 
 
 def main() -> int:
@@ -265,15 +217,13 @@ def main() -> int:
     parser.add_argument("--model", choices=dense, default="llama-3-8b", help="shape (default llama-3-8b)")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
-    parser.add_argument("--profile", action="store_true", help="print when kernels run")
     parser.add_argument("--mode", choices=["ONE_SHOT", "TWO_SHOT"], help="how flux sums (as planned)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
         parser.error(f"it needs 2 GPUs, and sees {world}")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (world, f"file://{folder}/ranks", options), nprocs=world)
+    spawn(work, world, options, env=machine.NO_MULTICAST, timeout_s=3600)
     return 0
 
 

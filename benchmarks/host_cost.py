@@ -9,7 +9,6 @@ microseconds more for each launch and each copy.
 
 total    a call of the public function that is known (flux.comm.repeat)
 C++      the part of it in flux._core and in the host code of the kernels
-tensors  the part of that for the new tensors, which torch makes, and for views of them
 CUDA     calls of functions of CUDA's runtime and driver, and how many of them put something on a stream
 first    a call that is planned, but not yet known
 """
@@ -264,17 +263,7 @@ class Asked:
         return getattr(self._calls, name)
 
 
-def time_of_view(tensor: Any) -> float:
-    """Of a part of a tensor, as flux._core makes it."""
-    import torch
-
-    view: Any = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
-    return timed(lambda: view(tensor, (1, 1), (1, 1), 0))
-
-
 def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]:
-    import torch
-
     from flux.comm import repeat
 
     call()
@@ -283,25 +272,7 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
     calls = without_group() if alone else of_group
     asked = Asked(calls)
     repeat.without_group, repeat.of_groups[group] = lambda: asked, asked  # type: ignore[assignment]
-    made = 0
-
-    def counted(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def make(*size: Any, **how: Any) -> torch.Tensor:
-            nonlocal made
-            made += 1
-            return new(*size, **how)
-
-        return make
-
-    makers = {name: getattr(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")}
-    for maker, new in makers.items():
-        setattr(torch.Tensor, maker, counted(new))
-    found = call()
-    for maker, new in makers.items():
-        setattr(torch.Tensor, maker, new)
-    results = [each for each in (found if isinstance(found, tuple) else ()) if isinstance(each, torch.Tensor)]
-    views = len(results) - len({each.untyped_storage().data_ptr() for each in results})
-    views += views > 0  # of those in a block, none is the block
+    call()
     repeat.without_group, repeat.of_groups[group] = without_group, of_group
     given = asked.given
     assert calls.call(*given) is not None, f"{name} is not known"
@@ -310,16 +281,12 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
         calls.clear()
         call()
 
-    like = next(argument for argument in given if isinstance(argument, torch.Tensor))
     total, cpp, first = timed(call), timed(lambda: calls.call(*given)), timed(forgets)
     call()
     cuda_calls, enqueued = calls_of_cuda(call)
     return {
         "total_us": round(total, 2),
         "cpp_us": round(cpp, 2),
-        "tensors": made,
-        "views": views,
-        "tensors_us": round(made * timed(lambda: like.new_empty(64, 64)) + views * time_of_view(like), 2),
         "python_us": round(total - cpp, 2),
         "python_calls": python_calls(call),
         "cuda_calls": cuda_calls,
@@ -344,9 +311,7 @@ def main() -> None:
     from flux.bench.record import write_rows
 
     rows = []
-    print(
-        f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
-    )
+    print(f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'first':>8}   calls of Python, of CUDA, on streams")
     with torch.no_grad():
         for name, call in cases(parts, composed).items():
             if options.only and name not in options.only:
@@ -354,12 +319,9 @@ def main() -> None:
             of = parts if "in parts" in name else composed if "composed" in name else group
             row = measure(name, call, of)
             rows.append({"case": name, **row})
-            figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
-            print(
-                f"{name:26}{''.join(figures)}{row['tensors_us']:9.2f}{row['first_us']:8.2f}   "
-                f"{row['python_calls']:>9}{row['cuda_calls']:>9}{row['enqueued']:>9}",
-                flush=True,
-            )
+            figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us", "first_us")]
+            counts = [f"{row[key]:9}" for key in ("python_calls", "cuda_calls", "enqueued")]
+            print(f"{name:26}{''.join(figures)}{''.join(counts)}", flush=True)
     with torch.inference_mode():
         for name, call in {**vllms_pairs(group), **vllms_experts(group)}.items():
             if options.only and name not in options.only:

@@ -9,15 +9,13 @@ But it compares two builds of flux. Run them in turns::
     PYTHONPATH=OLD python benchmarks/one_gpu.py old-2.json
     python benchmarks/one_gpu.py --before old-*.json --after new-*.json
 
-A file maps each case to microseconds a call: the median of replays of a CUDA graph of several calls. A build
-without fp8 operands leaves out the cases that have them.
+A file maps each case to microseconds a call: the median of replays of a CUDA graph of several calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import math
 import re
@@ -65,6 +63,7 @@ def gemms() -> Iterator[Case]:
 def norms() -> Iterator[Case]:
     """A residual added in place, and the norm: one kernel, and torch's two."""
     from flux.ops import norm_and_quant
+    from flux.ops.add_norm import add_norm_
 
     for rows, columns in ((128, 8192), (512, 8192), (2048, 8192), (1024, 4096), (4096, 4096)):
         total, residual, weight = normal(rows, columns), normal(rows, columns), normal(columns)
@@ -74,10 +73,6 @@ def norms() -> Iterator[Case]:
             return norm_and_quant.row_norm(total, weight, 1e-5)
 
         yield f"add_norm {rows}x{columns}, torch", partial(by_torch, total, residual, weight)
-        try:
-            from flux.ops.add_norm import add_norm_
-        except ImportError:  # an older build
-            continue
         yield f"add_norm {rows}x{columns}", partial(add_norm_, total, residual, weight, 1e-5)
 
 
@@ -85,8 +80,6 @@ def quantised() -> Iterator[Case]:
     """Products of fp8 operands and the quantisation of activations."""
     import flux
 
-    if not hasattr(flux, "quantize"):
-        return
     for m, n, k in ((16, 8192, 3584), (64, 8192, 7168), (2048, 8192, 3584), (8192, 8192, 3584)):
         x, weight = normal(m, k), normal(n, k)
         for kind, (of_x, of_weight) in QUANTS.items():
@@ -124,11 +117,9 @@ def experts() -> Iterator[Case]:
 
 
 def quantised_ranks(world_size: int) -> Iterator[Case]:
-    """Sums and gathers with fp8 operands, of builds whose emulated ranks take them."""
+    """Sums and gathers with fp8 operands."""
     from flux.testing.emulate import EmulatedRanks
 
-    if "scales" not in inspect.signature(EmulatedRanks.gemm_rs).parameters:
-        return
     ranks, count = EmulatedRanks(world_size), range(world_size)
     for op, m, n, k in (
         ("gemm_rs", 4096, 8192, 2048),

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import flux
 from flux import _env, machine
-from flux.bench.cases import OPS
+from flux.bench.cases import OPS, gemm
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (
     FP8,
@@ -173,7 +173,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
     row.check = _agree(first_wrong(spec.case.check(problem, each) for each in everybody), context)
-    prepare = spec.sweep if settings.all_configs and spec.sweep else spec.case.prepare
+    prepare = gemm.sweep if settings.all_configs else spec.case.prepare
     lineup = prepare(problem, context)
     row.plan, row.notes = lineup.plan, lineup.notes
     roles = {c.role for c in lineup.candidates}

@@ -356,8 +356,8 @@ def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
     on_gpus, link, all_configs = settings.device == "cuda", given["link"], given["all_configs"]
     if link is not None and not on_gpus:
         raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
-    if all_configs and (not on_gpus or settings.suite == "models" or given["plot"]):
-        raise ValueError("bench: --all-configs needs GPUs and ops with tile shapes to choose, and no --plot")
+    if all_configs and (not on_gpus or {p.op for p in settings.problems} != {"gemm"} or given["plot"]):
+        raise ValueError("bench: --all-configs expected with gemm, on GPUs and without --plot")
     return replace(
         settings,
         iters=given["iters"] or settings.iters,

@@ -14,8 +14,7 @@ from flux.bench.suites import Problem, Request
 class Case(Protocol):
     """A module that measures an op.
 
-    It may also have `sweep`, which prepares the op with every tile shape there is (--all-configs), and `rows`
-    of an op that is measured on models and not on the shapes of a suite.
+    It may also have `rows`, of an op that is measured on models and not on the shapes of a suite.
     """
 
     def check(self, problem: Problem, context: Context) -> str:
@@ -47,10 +46,6 @@ class OpSpec:
     scaled: bool = False
     by_name: bool = False
     needs: str = ""
-
-    @property
-    def sweep(self) -> Callable[[Problem, Context], Lineup] | None:
-        return getattr(self.case, "sweep", None)
 
     @property
     def rows(self) -> Callable[[Request], list[Problem]] | None:

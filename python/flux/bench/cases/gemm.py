@@ -14,14 +14,15 @@ from flux.bench.cases.common import Context, Lineup, library
 from flux.bench.cases.libraries import opened
 from flux.bench.cases.operands import (
     DECODE_M,
+    Operand,
     Operands,
+    Scaled,
     check_op,
     random_operands,
     step_of,
     values,
 )
 from flux.bench.cases.plans import explained, packed_choices, plan_dict
-from flux.bench.cases.ranks import canonical
 from flux.bench.model import FP8, IN_16_BITS
 from flux.bench.suites import Problem
 from flux.fp8.scales import Scales, for_kernel
@@ -67,13 +68,21 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     return lineup
 
 
+def _canonical(x: Operand, weight: Operand) -> tuple[Tensor, Scales | None]:
+    """A weight, and scales as operators give them to their kernels."""
+    if isinstance(x, Scaled) and isinstance(weight, Scaled):
+        scales = Scales(x.scale, weight.scale, torch.bfloat16, "promoted")
+        return weight.q, scales.canonical(*weight.q.shape)
+    return values(weight), None
+
+
 def sweep(problem: Problem, context: Context) -> Lineup:
     """The kernel with every tile shape and cluster, against what the plan chose, and against libraries."""
     m, n, k = problem.local(context.tp)
     given, lineup = _begun(problem, context)
     _add_others(problem, given, lineup)
     x = values(given.x)
-    lineup.weights = [canonical(given.x, weight) for weight in given.weights]
+    lineup.weights = [_canonical(given.x, weight) for weight in given.weights]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
     facts: dict[str, Any] = {
         "dtype": getattr(torch, FP8) if problem.scales else context.dtype,

@@ -1,4 +1,4 @@
-"""flux's plans as results tell them, and what sweeps over the choices of a kernel need."""
+"""flux's plans as results tell them, and the names of all choices of a GEMM."""
 
 from __future__ import annotations
 
@@ -10,27 +10,6 @@ import flux
 from flux import _native
 from flux.bench.cases.common import Context
 from flux.bench.model import FP8
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
-from flux.fp8.scales import Scaling
-from flux.plan.choose import WAYS, problem_of, workspace_plan
-
-
-def kernel_plan(
-    op: str, m: int, n: int, k: int, context: Context, scales: str = ""
-) -> tuple[CudaWorkspace, Any]:
-    """Workspace and plan of an operator whose kernel runs in every tile shape. scales: of fp8 operands."""
-    workspace = registry.get(context.ranks, context.device, op)
-    scaling = Scaling("block" if scales == "block" else "row", context.dtype, False) if scales else None
-    dtype = getattr(torch, FP8) if scales else context.dtype
-    plan = workspace_plan(workspace, op, m, n, k, dtype, False, scaling)
-    if plan.by_flux and (op, "kernel") in WAYS:
-        problem = problem_of(workspace, m, n, k, dtype, False, scaling)
-        plan = WAYS[op, "kernel"](problem, "to be measured") or plan
-    if plan.way != "kernel" or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
-    return workspace, plan
-
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
 _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3, " split-2": 4, " split-3": 5}

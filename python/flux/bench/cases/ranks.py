@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flux
-from flux import _native
 from flux import peers as packages
 from flux.bench.cases.common import Context, Lineup, Step, collectives
 from flux.bench.cases.libraries import NOTHING, OURS, Library, opened
@@ -37,15 +36,11 @@ from flux.bench.cases.operands import (
     values,
 )
 from flux.bench.cases.peers import async_tp, other_all_reduces
-from flux.bench.cases.plans import explained, kernel_plan, packed_choices, plan_dict
+from flux.bench.cases.plans import explained
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
-from flux.fp8.scales import Scales
 from flux.ops.gemm_ar import rms_norm
-from flux.ops.ways import ag_gemm, exchange, gemm_rs
-from flux.ops.ways import gemm_ar as gemm_ar_ways
-from flux.plan.gemm import gemm_rs_room
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.compare import CALLS, agree, compare, first_wrong
 
@@ -264,76 +259,3 @@ def _torch_ag_gemm(x: Operand, w: Any, group: str, dtype: torch.dtype) -> Any:
 
 
 ASYNC_TP = {"gemm_rs": _torch_gemm_rs, "ag_gemm": _torch_ag_gemm}
-
-
-def canonical(x: Operand, weight: Operand) -> tuple[Tensor, Scales | None]:
-    """A weight, and scales as operators give them to their kernels."""
-    if isinstance(x, Scaled) and isinstance(weight, Scaled):
-        scales = Scales(x.scale, weight.scale, torch.bfloat16, "promoted")
-        return weight.q, scales.canonical(*weight.q.shape)
-    return values(weight), None
-
-
-def roomy(plan: Any, context: Context) -> Any:
-    """A plan with room for the largest tile and both ways to sum, so that no choice pays for growing it, and
-    whose data SMs send.
-    """
-    core, p = _native.core, context.world_size
-    rooms = [(plan.signal_bytes, plan.slot_bytes)]
-    if plan.op == "gemm_rs":
-        configs = core.tile_configs(plan.dtype.itemsize)
-        rooms = [gemm_rs_room(plan.m, plan.n, p, config.id, context.dtype) for config in configs]
-        plan = replace(plan, copied=False, chunks=0)
-    signals, slots = (max(sizes) for sizes in zip(*rooms, strict=True))
-    modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT) if plan.op in SUMS else ()
-    exchanges = [core.exchange(plan.m, plan.n, p, mode).bytes for mode in modes]
-    exchange = max(exchanges, default=plan.exchange_bytes)
-    return replace(plan, signal_bytes=signals, slot_bytes=slots, exchange_bytes=exchange)
-
-
-# The operators' launches in a workspace, of a plan, x, a weight, the result and scales.
-_LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None], object]] = {
-    "gemm_rs": lambda ws, plan, x, w, out, scales: gemm_rs.kernel(
-        ws, plan, gemm_rs.Call(x, w, None, plan.transpose_weight, out, scales)
-    ),
-    "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.kernel(
-        ws,
-        plan,
-        ag_gemm.Call(x, (w,), (None,), plan.transpose_weight, False, [out], (scales,) if scales else ()),
-    ),
-    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_ways.kernel(
-        ws, plan, gemm_ar_ways.Call(x, w, None, plan.transpose_weight, out=out, scales=scales)
-    ),
-    "all_reduce": lambda ws, plan, x, w, out, scales: exchange.kernel(ws, plan, exchange.Call(x, out=out)),
-}
-
-
-def sweep(problem: Problem, context: Context) -> Lineup:
-    """The kernel with every tile shape and cluster, and with the other way to sum, against what the plan
-    chose.
-    """
-    op, sizes = problem.op, problem.local(context.tp)
-    given, job = job_of(problem, context)
-    x, out, launch = values(job.x), job.out, _LAUNCHES[op]
-    if op == "all_reduce":  # to whose kernel it is one row
-        sizes, x, out = (1, x.numel(), 0), x.view(1, -1), out.view(1, -1)
-    weights = [canonical(job.x, weight) for weight in given.weights]
-    workspace, plan = kernel_plan(op, *sizes, context, problem.scales)
-    lineup = Lineup(context, weights, graphs=op in SUMS, plan=plan_dict(plan))
-    whole = roomy(plan, context)
-
-    def run(name: str, role: str, **chosen: int) -> None:
-        forced = replace(whole, **chosen)
-        lineup.add(name, role, lambda weight: launch(workspace, forced, x, weight[0], out, weight[1]))
-
-    modes = ("one-shot", "two-shot")
-    run("plan", "flux")
-    if op == "all_reduce":
-        for mode, name in enumerate(modes):
-            run(name, "config", mode=mode)
-        return lineup
-    for name, choice in packed_choices(plan, x.itemsize):
-        run(name, "config", choice=choice, config=choice & 0xFF)
-    if op == "gemm_ar":
-        run(f"plan {modes[1 - plan.mode]}", "config", mode=1 - plan.mode)
-    return lineup
