@@ -10,31 +10,6 @@ from typing import Any
 KINDS = {"linear": "row_parallel", "experts": "experts"}
 
 
-def compare_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Greedy answers of two runs, see vllm_engine.Commands.say. Where they first differ: our first token's
-    lead over our second, as a difference of log-probabilities. not_finite: how many are NaN or infinite.
-    """
-    first, leads, not_finite = [], [], 0
-    for a, b in zip(ours, theirs, strict=True):
-        pairs = list(zip(a["tokens"], b["tokens"], strict=True))
-        not_finite += sum(
-            not math.isfinite(v) for answer in (a, b) for step in answer["logprobs"] for v in step.values()
-        )
-        place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-        if place is not None:
-            best, second = sorted(a["logprobs"][place].values(), reverse=True)[:2]
-            first.append(place)
-            leads.append(best - second)
-    equal = len(ours) - len(first)
-    return {
-        "answers": len(ours),
-        "equal": equal,
-        "first_difference": first,
-        "lead_there": leads,
-        "not_finite": not_finite,
-    }
-
-
 def compare_forced(
     prompts: list[list[int]], ours: list[list[dict[int, float]]], theirs: list[list[dict[int, float]]]
 ) -> dict[str, Any]:
@@ -67,19 +42,12 @@ def pairs_of(runs: list[str]) -> list[tuple[str, str]]:
     return pairs + ([both] if set(both) <= set(runs) else [])
 
 
-def compare_all(runs: dict[str, dict[str, Any]], forced_prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Of all pairs, what both runs said."""
-    found = []
-    for stock, run in pairs_of(list(runs)):
-        a, b = runs[stock], runs[run]
-        pair: dict[str, Any] = {"runs": [stock, run]}
-        if "answers" in a and "answers" in b:
-            pair["answers"] = compare_answers(a["answers"], b["answers"])
-        if "forced" in a and "forced" in b:
-            pair["forced"] = compare_forced(forced_prompts, a["forced"], b["forced"])
-        if len(pair) > 1:
-            found.append(pair)
-    return found
+def compare_all(runs: dict[str, dict[str, Any]], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Of all pairs, how far apart are what both runs said."""
+    said = {run: data["forced"] for run, data in runs.items() if "forced" in data}
+    return [
+        {"runs": [a, b], "forced": compare_forced(prompts, said[a], said[b])} for a, b in pairs_of(list(said))
+    ]
 
 
 def faults_of(
@@ -103,9 +71,8 @@ def faults_of(
     if len(weights) != len({rank for rank, _ in weights}):
         faults.append("the runs don't have the same weights")
     for pair in comparisons:
-        said = pair.get("answers", {})
-        if said.get("not_finite") or pair.get("forced", {}).get("not_finite"):
+        if pair["forced"]["not_finite"]:
             faults.append(f"{pair['runs']}: log-probabilities that are not finite")
-        if cpu and said and said["equal"] != said["answers"]:
+        if cpu and pair["forced"].get("first_equal_percent") != 100:
             faults.append(f"{pair['runs']}: other tokens, in float32")
     return faults

@@ -350,18 +350,6 @@ class Commands:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def say(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
-        """Greedy answers of `count` tokens: per prompt its tokens, and at each {token: logprob} of the 5 most
-        probable.
-        """
-        return [
-            {
-                "tokens": list(answer.outputs[0].token_ids),
-                "logprobs": [_logprobs(step) for step in answer.outputs[0].logprobs],
-            }
-            for answer in self._generate(prompts, [count] * len(prompts), logprobs=5)
-        ]
-
     def forced(self, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
         """Per prompt and position but the first: {token: logprob} of the prompt's and the best token."""
         answers = self._generate(prompts, [1] * len(prompts), prompt_logprobs=1)

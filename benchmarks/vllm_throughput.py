@@ -26,8 +26,6 @@ every metric the median counts.
   with --arrivals, also the times to their first and further tokens if so many arrive in a second.
 - profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
   without any (kernel_profile.py).
-- answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
-  tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
   far two stock engines are apart that only sum in another order: flux should not be further.
 
@@ -77,15 +75,13 @@ LEAST_TRACE_S = 20
 @dataclass(frozen=True)
 class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
-    prompts: how many tokens those have that are to be answered; trace: how many requests; arrivals: how many
-    of them in a second, for each way to serve them (0: all at once; others by HTTP); trace_rounds: how often;
-    singles: tokens of prompts that come alone; api_server: the trace only, by HTTP."""
+    trace: how many requests; arrivals: how many of them in a second, for each way to serve them (0: all at
+    once; others by HTTP); trace_rounds: how often; singles: tokens of prompts that come alone; api_server:
+    the trace only, by HTTP."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
     decode_tokens: int
-    prompts: tuple[int, ...]
-    answer_tokens: int
     forced: tuple[int, int]
     trace: int
     arrivals: tuple[float, ...] = (0.0,)
@@ -95,8 +91,8 @@ class Work:
 
 
 # Each forced prompt alone is long enough to be sequence parallel: vLLM may take the first one by itself.
-WORK = Work((16, 1024), (16, 64), 128, (5, 17, 40, 64, 130, 200, 333, 512), 32, (2, 1600), 2000)
-TINY_WORK = Work((4, 64), (2, 4), 4, (5, 17, 40, 64), 8, (2, 48), 20)
+WORK = Work((16, 1024), (16, 64), 128, (2, 1600), 2000)
+TINY_WORK = Work((4, 64), (2, 4), 4, (2, 48), 20)
 
 
 class Measurement:
@@ -169,7 +165,6 @@ class Measurement:
             self.take_traces(write)
             self.keep("state", self.each("state"))
             return
-        self.keep("answers", self.each("say", prompts(*work.prompts), work.answer_tokens))
         count, length = work.prefill
         long = prompts(*[length] * count)
         short = {size: prompts(*[16] * size) for size in work.decode}
@@ -233,8 +228,7 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """All but what was said, which the comparisons sum up."""
-        said = ("answers", "forced")
-        return {run: {k: v for k, v in data.items() if k not in said} for run, data in self.runs.items()}
+        return {run: {k: v for k, v in data.items() if k != "forced"} for run, data in self.runs.items()}
 
     def has_time(self, start: float, turns: int, reserve: float = 0.0) -> bool:
         """Whether one more turn, after as many since `start`, will end before the deadline."""

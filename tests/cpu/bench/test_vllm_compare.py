@@ -18,33 +18,6 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("vllm_compare")
 
 
-def _answer(*steps: dict[int, float]) -> dict[str, Any]:
-    return {"tokens": [max(step, key=step.__getitem__) for step in steps], "logprobs": list(steps)}
-
-
-def test_equal_answers(compare: Any) -> None:
-    ours, theirs = _answer({7: -0.5, 8: -1.0}), _answer({7: -0.6, 8: -0.9})
-    found = compare.compare_answers([ours, ours], [ours, theirs])
-    assert (found["equal"], found["answers"], found["first_difference"], found["not_finite"]) == (2, 2, [], 0)
-
-
-def test_answers_that_differ_show_the_lead_at_the_first_difference_only(compare: Any) -> None:
-    same = {7: -0.5, 8: -3.0}
-    ours = _answer(same, {3: -0.75, 4: -1.0, 5: -9.0}, {1: -0.1, 2: -8.0})
-    theirs = _answer(same, {4: -0.75, 3: -1.0, 5: -9.0}, {2: -0.1, 1: -8.0})
-    found = compare.compare_answers([ours, ours], [theirs, ours])
-    assert (found["equal"], found["first_difference"], found["lead_there"]) == (1, [1], [0.25])
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_answers_that_are_no_numbers_are_found_on_either_side(compare: Any, bad: float) -> None:
-    good, broken = _answer({7: -0.5, 8: -1.0}), {"tokens": [7], "logprobs": [{7: bad, 8: -1.0}]}
-    for pair in ([good], [broken]), ([broken], [good]):
-        found = compare.compare_answers(*pair)
-        assert (found["equal"], found["not_finite"]) == (1, 1)
-        assert compare.faults_of({}, [{"runs": ["a", "b"], "answers": found}], cpu=False)
-
-
 def test_forced_positions(compare: Any) -> None:
     prompt = [9, 1, 2, 3]  # nothing is said of its first token
     ours = [{1: -0.5}, {2: -2.0, 5: -0.5}, {3: -1.0, 6: -0.5}]
@@ -123,12 +96,24 @@ def test_every_run_is_compared_with_stock_of_its_mode(compare: Any) -> None:
 
 
 def test_pairs_that_said_something_are_compared(compare: Any) -> None:
-    said, other = _answer({7: -0.5, 8: -1.0}), _answer({8: -0.5, 7: -1.0})
+    said = [[{1: -0.5, 2: -1.0}]], [[{1: -0.75, 2: -0.5}]]
     runs = {
-        "stock-graph": {"answers": [said], "forced": [[{1: -0.5}]]},
-        "flux-graph": {"answers": [other], "forced": [[{1: -0.75}]]},
+        "stock-graph": {"forced": said[0]},
+        "flux-graph": {"forced": said[1]},
         "flux-nccl-graph": {},
     }
     (found,) = compare.compare_all(runs, [[9, 1]])
-    assert found["runs"] == ["stock-graph", "flux-graph"]
-    assert (found["answers"]["equal"], found["forced"]["mean_apart"]) == (0, 0.25)
+    assert found["runs"] == ["stock-graph", "flux-graph"] and found["forced"]["mean_apart"] == 0.25
+    assert compare.faults_of({}, [found], cpu=False) == []
+    assert compare.faults_of({}, [found], cpu=True) == [
+        "['stock-graph', 'flux-graph']: other tokens, in float32"
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_what_is_no_number_is_found_on_either_side(compare: Any, bad: float) -> None:
+    good, broken = [[{1: -0.5, 8: -1.0}]], [[{1: bad, 8: -1.0}]]
+    for ours, theirs in (good, broken), (broken, good):
+        found = compare.compare_forced([[9, 1]], ours, theirs)
+        assert found == {"positions": 0, "not_finite": 1}
+        assert compare.faults_of({}, [{"runs": ["a", "b"], "forced": found}], cpu=False)

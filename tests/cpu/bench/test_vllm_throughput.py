@@ -299,14 +299,14 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     engine = _Clock(10.0)
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
     model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
-    # Two answers first, and what warms up (prefill, two decodes); a round is these and the state; then come
+    # The state first, and what warms up (prefill, two decodes); a round is these and the state; then come
     # forced prompts, traces behind one that warms up, and the state.
-    limit = 20.0 + 30 + 3 * 40 + 10 + benchmark.LEAST_TRACE_S
+    limit = 10.0 + 30 + 3 * 40 + 10 + benchmark.LEAST_TRACE_S
     measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
     written: list[int] = []
     measured.take_all(7, lambda: written.append(len(engine.asked)))
     assert engine.asked.count("prefill") == 4
-    assert written == [9, 13, 17, 18, 20], "after each round, the forced prompts and the trace"
+    assert written == [8, 12, 16, 17, 19], "after each round, the forced prompts and the trace"
     traces = [given for asked, given in zip(engine.asked, engine.arguments, strict=True) if asked == "trace"]
     assert [given[0] for given in traces] == [5, 20], "a part to warm up, and one: a second would be late"
     assert len(measured.runs["stock-graph"]["samples_s"]["trace"]) == 1
