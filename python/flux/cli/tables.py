@@ -14,10 +14,6 @@ from rich.text import Text
 Row = dict[str, str]
 
 _LOSS_LINES = 20
-_LONG = 40  # characters of a text that is more than a name
-# Maximum number of columns that identify a row, which are repeated if a table is split into several.
-_NAMES = 6
-_GAP = 2
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -91,67 +87,17 @@ def _rows(entry: dict[str, Any], prefix: str = "") -> Iterator[Row]:
 
 
 def _table(title: str, rows: list[Row], console: Console) -> None:
-    """One table, or several below each other with as many columns as the console is wide.
-
-    A row without a value in one of them is left out there. A column wider than the console is folded.
-    """
+    """One table; or, where it is wider than the console, a paragraph for each row."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    widths = (max(map(cell_len, (column, *(row.get(column, "") for row in rows)))) for column in columns)
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
-        groups: dict[str, list[Row]] = {}
-        for row in rows:
-            rest = {name: cell for name, cell in row.items() if name != column}
-            groups.setdefault(row.get(column, ""), []).append(rest)
-        # A long text that is equal in many rows becomes a title.
-        if max(map(len, groups)) > _LONG and 4 * len(groups) <= len(rows):
-            for text, some in groups.items():
-                _table(f"{title} · {column}: {text}", some, console)
-            return
-    count = _count_names(columns, rows)
-    names, rest_of = columns[:count], set(columns[count:])
-    width = {c: max(map(cell_len, (c, *(row.get(c, "") for row in rows)))) + _GAP for c in columns}
-    room = console.width - 1 - sum(width[name] for name in names)
-    for number, part in enumerate(_parts({c: width[c] for c in columns[count:]}, room)):
-        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-        table.padding = (0, 1, 0, 0)
-        for column in (*names, *part):
-            numbers = all(_is_number(row[column]) for row in rows if column in row)
-            table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
-        for row in rows:
-            if row.keys() & part or (not number and not row.keys() & rest_of):
-                table.add_row(*(Text(row.get(column, "")) for column in (*names, *part)))
+        table.add_column(Text(column), no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row.get(column, "")) for column in columns))
+    if sum(width + 3 for width in widths) < console.width:  # the box's spaces
         console.print(table)
-
-
-def _parts(widths: dict[str, int], room: int) -> Iterator[list[str]]:
-    """Splits columns into parts of at most this width, with at least one column each."""
-    part: list[str] = []
-    used = 0
-    for column, width in widths.items():
-        if part and used + width > room:
-            yield part
-            part, used = [], 0
-        part.append(column)
-        used += width
-    yield part
-
-
-def _is_number(text: str) -> bool:
-    """Whether a cell is a number, or several."""
-    for word in text.split(", "):
-        try:
-            float(word)
-        except ValueError:
-            if word not in ("", "–"):
-                return False
-    return True
-
-
-def _count_names(columns: list[str], rows: list[Row]) -> int:
-    """The number of leading columns that identify a row: those of all rows, up to the first measurement."""
-    count = 0
-    for column in columns[: min(_NAMES, len(columns) - 1)]:
-        cells = [row.get(column, ".") for row in rows]
-        if "." in cells or any("." in cell and _is_number(cell) for cell in cells):
-            break
-        count += 1
-    return count
+        return
+    console.print(Text(f"\n{title}", style="italic"))
+    for row in rows:
+        console.print(Text(" · ".join(f"{column} {cell}" for column, cell in row.items())))

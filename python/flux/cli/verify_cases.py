@@ -20,7 +20,7 @@ from flux.cli.verify_log import RUNNING, Outcome
 from flux.ops import gemm as products
 from flux.plan.gemm import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
-from flux.testing.compare import CALLS, compare
+from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.emulate import EmulatedRanks, why_not
 from flux.testing.emulate_moe import EmulatedMoeRanks
 
@@ -89,8 +89,7 @@ def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device
         wanted = [case.expected(rank, device)]
     if isinstance(case, AgGemmCase) and len(wanted) < len(outs):
         wanted.append(case.gathered(device))
-    said = [compare(out, want) for out, want in zip(outs, wanted, strict=True)]
-    return next((s for s in said if s != "exact"), "exact")
+    return first_wrong(compare(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
 def _timed(op: str, name: str, where: str, run: Callable[[], str]) -> Outcome:
@@ -249,8 +248,7 @@ def _rank_case(op: str, rank: int, case: Case, device: torch.device) -> str:
     with torch.no_grad():
         results = [_rank_call(op, case, *inputs, i) for i, inputs in enumerate(data)]
     flux.check()
-    said = (_compare(c, op, rank, outs, device) for c, outs in zip(cases, results, strict=True))
-    return next((s for s in said if s != "exact"), "exact")
+    return first_wrong(_compare(c, op, rank, outs, device) for c, outs in zip(cases, results, strict=True))
 
 
 def _rank_call(
@@ -262,10 +260,8 @@ def _rank_call(
     layout = case.transpose_weight
     if op == "all_gather":
         return [flux.all_gather(x)]
-    if op == "gemm_rs":
-        return [flux.gemm_rs(x, weight, bias, transpose_weight=layout)]
-    if op == "gemm_ar":
-        return [flux.gemm_ar(x, weight, bias, transpose_weight=layout)]
+    if op in ("gemm_rs", "gemm_ar"):
+        return [getattr(flux, op)(x, weight, bias, transpose_weight=layout)]
     if op == "all_reduce":
         product = products.reference(x, weight)
         if number % 2 == 0:

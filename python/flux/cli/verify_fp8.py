@@ -14,7 +14,7 @@ import flux
 from flux.fp8.scales import Scales
 from flux.ops.norm_and_quant import End
 from flux.testing import ScaledCase
-from flux.testing.compare import CALLS, compare, first_wrong
+from flux.testing.compare import CALLS, compare, first_difference, first_wrong
 from flux.testing.emulate import EmulatedRanks
 
 Tensors = list[torch.Tensor]
@@ -150,8 +150,4 @@ def _compare(op: str, rank: int, case: ScaledCase, outs: Tensors, end: dict[str,
         q, scale = flux.quantize(outs[1], **end)
         wanted["quantised norm"] = outs[2].view(torch.uint8), q.view(torch.uint8)
         wanted["its scales"] = outs[3], scale
-    for name, (got, want) in wanted.items():
-        said = compare(got, want)
-        if said != "exact":
-            return f"{name}: {said}"
-    return "exact"
+    return first_difference(wanted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import flux
-from flux.testing.compare import CALLS, compare, first_wrong
+from flux.testing.compare import CALLS, first_difference, first_wrong
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
 
@@ -69,8 +69,5 @@ def emulated_case(ranks: EmulatedMoeRanks, case: MoeCase) -> str:
 def _compare(rank: int, case: MoeCase, layer0: torch.Tensor, layer1: torch.Tensor) -> str:
     """ "exact", or how the results of one rank differ."""
     rows = case.layer0(rank)
-    for name, got, want in (("layer 0", layer0[: len(rows)], rows), ("layer 1", layer1, case.layer1(rank))):
-        said = compare(got.cpu(), want)
-        if said != "exact":
-            return f"{name}: {said}"
-    return "exact"
+    of_layer_0 = layer0[: len(rows)].cpu(), rows
+    return first_difference({"layer 0": of_layer_0, "layer 1": (layer1.cpu(), case.layer1(rank))})

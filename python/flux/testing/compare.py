@@ -53,6 +53,12 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
     return f"agrees to {worst:.1e}" if worst else "agrees to the bit"
 
 
+def first_difference(results: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """ "exact", or the first of these results, (got, want), that differs, and how."""
+    said = {name: compare(*both) for name, both in results.items()}
+    return next((f"{name}: {text}" for name, text in said.items() if text != EXACT), EXACT)
+
+
 def passed(check: str) -> bool:
     """Whether a comparison has passed: exact, or equal within rounding."""
     return check == EXACT or check.startswith("agrees")

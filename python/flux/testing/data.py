@@ -45,7 +45,21 @@ _MAX_BIAS = 8
 
 
 @dataclass(frozen=True)
-class GemmRsCase:
+class _Case:
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: torch.dtype = torch.bfloat16
+    transpose_weight: bool = False
+    bias: bool = False
+    seed: int = 0
+
+    def _generator(self, number: int, device: torch.device | str) -> torch.Generator:
+        return torch.Generator(device).manual_seed(1_000_003 * self.seed + number)
+
+
+class GemmRsCase(_Case):
     """One GEMM+ReduceScatter problem: x[m, k] on each rank times weight[n, k]ᵀ, summed, rows scattered over
     ranks.
 
@@ -74,15 +88,6 @@ class GemmRsCase:
         assert torch.equal(flux.gemm_rs(x, weight, bias), case.expected(rank))
     """
 
-    m: int
-    n: int
-    k: int
-    world_size: int
-    dtype: torch.dtype = torch.bfloat16
-    transpose_weight: bool = False
-    bias: bool = False
-    seed: int = 0
-
     @property
     def nonzeros(self) -> int:
         """Random positions of a row of x that are not zero."""
@@ -98,7 +103,7 @@ class GemmRsCase:
         """x [m, k], weight [n, k] (or [k, n]), bias [n] or None of one rank. The same on every call and every
         device of a kind.
         """
-        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + rank)
+        g = self._generator(rank, device)
         x = torch.zeros(self.m, self.k, device=device)
         if self.nonzeros > 0:
             shape = (self.m, self.nonzeros)
@@ -121,7 +126,7 @@ class GemmRsCase:
     def _bias(self, device: torch.device | str) -> torch.Tensor | None:
         if not self.bias:
             return None
-        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 999_983)
+        g = self._generator(999_983, device)
         half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2 + 1, (self.n,), generator=g, device=device)
         return (2 * half).to(self.dtype)
 
@@ -151,8 +156,7 @@ class GemmRsCase:
 _BLOCK_K = 64  # of the kernels
 
 
-@dataclass(frozen=True)
-class AgGemmCase:
+class AgGemmCase(_Case):
     """One AllGather+GEMM problem: x[m / world_size, k] of all ranks, gathered, times weight[n, k]ᵀ of one.
 
     `m` counts the rows of all ranks, `n` what one rank computes. Every rank can make every rank's data from
@@ -180,15 +184,6 @@ class AgGemmCase:
         x, weight, bias = case.inputs(rank)
         assert torch.equal(flux.ag_gemm(x, weight, bias), case.expected(rank))
     """
-
-    m: int
-    n: int
-    k: int
-    world_size: int
-    dtype: torch.dtype = torch.bfloat16
-    transpose_weight: bool = False
-    bias: bool = False
-    seed: int = 0
 
     @property
     def unit(self) -> int:
@@ -236,7 +231,7 @@ class AgGemmCase:
         return 13 * self.seed % self.k
 
     def _x(self, source: int, device: torch.device | str) -> torch.Tensor:
-        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + source)
+        g = self._generator(source, device)
         rows = self.m // self.world_size
         x = torch.zeros(rows, self.k, device=device)
         if self.nonzeros > 0:
@@ -253,7 +248,7 @@ class AgGemmCase:
         return x.to(self.dtype)
 
     def _weight(self, rank: int, device: torch.device | str) -> torch.Tensor:
-        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 31 * self.n + rank + 500_009)
+        g = self._generator(31 * self.n + rank + 500_009, device)
         weight = torch.randint(2, (self.n, self.k), generator=g, device=device).float() * 2 - 1
         weight *= self.unit
         weight[:, self._mark_column] = 1
@@ -262,6 +257,6 @@ class AgGemmCase:
     def _bias(self, rank: int, device: torch.device | str) -> torch.Tensor | None:
         if not self.bias:
             return None
-        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 31 * self.n + rank + 999_983)
+        g = self._generator(31 * self.n + rank + 999_983, device)
         half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2, (self.n,), generator=g, device=device)
         return (2 * half + 1).to(self.dtype)
