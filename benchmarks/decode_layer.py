@@ -103,7 +103,6 @@ class Arm:
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, layers: list[Layer], x: Tensor, residual: Tensor, kv: Tensor) -> Tensor:
-        """The tokens' normalised activations after all layers."""
         for layer in layers:
             qkv = rotated(self.product(x, layer.qkv))
             attention = kv.sum(0).add_(qkv[:, : kv.shape[-1]])

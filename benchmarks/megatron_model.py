@@ -139,7 +139,6 @@ def step_mib(call: Callable[[], None]) -> float:
 
 
 def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
-    """kernel_profile.summary of a call on this rank."""
     profiler = kernel_profile.start(cuda)
     call()
     if cuda:

@@ -77,7 +77,6 @@ def norms() -> Iterator[Case]:
 
 
 def quantised() -> Iterator[Case]:
-    """Products of fp8 operands and the quantisation of activations."""
     import flux
 
     for m, n, k in ((16, 8192, 3584), (64, 8192, 7168), (2048, 8192, 3584), (8192, 8192, 3584)):
@@ -117,7 +116,6 @@ def experts() -> Iterator[Case]:
 
 
 def quantised_ranks(world_size: int) -> Iterator[Case]:
-    """Sums and gathers with fp8 operands."""
     from flux.testing.emulate import EmulatedRanks
 
     ranks, count = EmulatedRanks(world_size), range(world_size)
@@ -139,7 +137,6 @@ def quantised_ranks(world_size: int) -> Iterator[Case]:
 
 
 def fp8_of_rank(x: torch.Tensor, weight: torch.Tensor, kind: str) -> tuple[Any, Any, Any]:
-    """Operands, and scales as kernels take them."""
     import flux
     from flux.fp8.scales import Scales
 
@@ -204,8 +201,6 @@ def mixtures(world_size: int) -> Iterator[Case]:
 
 
 def time_us(timer: Any, call: Callable[[], object], graphed: bool) -> float:
-    """Microseconds a call."""
-
     def burst() -> list[object]:
         return [call() for _ in range(CALLS)]
 

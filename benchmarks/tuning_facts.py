@@ -43,7 +43,6 @@ FILE = store.SHIPPED / "sm90-132-4.9TBs.json"  # of the machine with most measur
 
 
 def machine_of(about: dict[str, Any]) -> Machine:
-    """The machine of a result, by what it says of it."""
     found = of_result(about, "a result")
     if found.memory_gb_per_s is not None:
         return found
@@ -215,7 +214,6 @@ def name_of(machine: Machine) -> str:
 
 
 def texts() -> dict[str, str]:
-    """The contents of each file, by its name."""
     what = "from benchmarks/results, by benchmarks/tuning_facts.py"
     found = {}
     for machine, facts in newest().items():

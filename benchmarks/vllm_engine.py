@@ -251,7 +251,6 @@ class Engine:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """With all that it started, which else may go on to use GPUs."""
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.guard.communicate()
@@ -312,7 +311,6 @@ def obey(fd: int, start: Callable[[dict[str, Any]], AbstractContextManager[Any]]
 
 
 def serve(fd: int) -> None:
-    """Obeys the methods of Commands."""
     obey(fd, _engine)
 
 
@@ -378,7 +376,6 @@ class Commands:
         return {"seconds": time.perf_counter() - start}
 
     def state(self) -> list[dict[str, Any]]:
-        """Probe.probe_state of every rank."""
         states: list[dict[str, Any]] = self.llm.collective_rpc("probe_state")
         return states
 

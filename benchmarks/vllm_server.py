@@ -34,7 +34,6 @@ RUN = "import sys, vllm_server; vllm_server.run(sys.argv[1:])"
 
 
 def command_line(arguments: dict[str, Any], port: int) -> list[str]:
-    """vllm.LLM's arguments as options of `vllm serve`."""
     given = dict(arguments)
     options = ["serve", given.pop("model"), "--host", HOST, "--port", str(port)]
     given.pop("skip_tokenizer_init")
@@ -50,7 +49,6 @@ def command_line(arguments: dict[str, Any], port: int) -> list[str]:
 
 
 def serve(fd: int) -> None:
-    """As vllm_engine.serve: obeys the methods of Client."""
     vllm_engine.obey(fd, _server)
 
 
@@ -107,7 +105,6 @@ class Client:
         raise RuntimeError(f"vllm serve was not up after {START_S} s")
 
     def state(self) -> list[dict[str, Any]]:
-        """Probe.probe_state of every rank."""
         body = json.dumps({"method": "probe_state"}).encode()
         kind = {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/collective_rpc", body, kind)
@@ -163,8 +160,6 @@ def run_client(options: list[str]) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of what vLLM's client found."""
-
     def seconds(name: str) -> dict[str, float]:
         return {part: float(found[f"{part}_{name}_ms"]) / 1e3 for part in ("median", "p99")}
 

@@ -196,7 +196,6 @@ class Measurement:
         self.keep("state", self.each("state"))
 
     def take_traces(self, write: Callable[[], None]) -> None:
-        """A sample of each, in turns."""
         work, model = self.work, self.model
         if not work.trace or not self.has_time(time.monotonic(), 0, LEAST_TRACE_S * len(self.engines)):
             return
@@ -237,7 +236,6 @@ class Measurement:
 
 
 def describe(settings: Settings, work: Work) -> dict[str, Any]:
-    """The head of the result file, as `flux bench` writes it."""
     from flux import machine
     from flux.bench.record import head
     from flux.integrations.vllm import installed_version
@@ -268,7 +266,6 @@ def say(text: str) -> None:
 
 
 def print_tables(record: dict[str, Any]) -> None:
-    """As `flux bench --show` prints the file."""
     from flux.bench.report import make_console
     from flux.cli import throughput
 

@@ -152,7 +152,6 @@ def _times(axis: Any, record: Record, rows: list[Row], derived: list[Derived]) -
 
 
 def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
-    """Speed-up over the best peer of the row."""
     values = [d.speedup if d.speedup is not None else 1.0 for d in derived]
     colours = [FLUX if v >= 1.0 else LOSS for v in values]
     low = min(0.9, min(values) * 0.97)
@@ -184,7 +183,6 @@ def _group(row: Row) -> str:
 
 
 def _starts(rows: list[Row]) -> list[int]:
-    """Where groups begin."""
     return [i for i, row in enumerate(rows) if i == 0 or _group(row) != _group(rows[i - 1])]
 
 

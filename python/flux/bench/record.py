@@ -61,7 +61,6 @@ class Record:
         return self.device == "cuda"
 
     def derived(self, row: Row) -> Derived:
-        """The columns of a row."""
         return derive(row, self.link_gb_per_s, with_floor=self.with_floor)
 
     def ranks(self, row: Row) -> str:
@@ -155,7 +154,6 @@ def read(path: str | Path) -> Record:
 
 
 def head(suite: str, device: str) -> dict[str, Any]:
-    """What a result says first: of what, where and when."""
     about = {"version": flux.__version__, "commit": machine.commit(), "date": machine.now(), "suite": suite}
     return {**about, "machine": machine.describe(device)}
 

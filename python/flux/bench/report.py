@@ -189,7 +189,6 @@ _CPU = [
 
 
 def _expected(row: Row, name: str) -> float | None:
-    """What the cost model expected of a choice, in milliseconds."""
     us: float | None = dict((row.plan or {}).get("candidates", [])).get(name)
     return us / 1e3 if us else None
 
@@ -247,7 +246,6 @@ def _columns(record: Record, op: str) -> list[Column]:
 
 
 def bar_of(rows: list[Row]) -> Bar:
-    """The bar of the rows of one op."""
     return BARS.get(rows[0].kind if rows else "", Bar(row=1.0))
 
 
@@ -265,12 +263,10 @@ def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Fill
 
 
 def title_of(record: Record, row: Row) -> str:
-    """What rows like this one are of, and on how many ranks."""
     return f"{row.op} · {record.ranks(row)} · {row.dtype}"
 
 
 def table_title(record: Record, op: str) -> str:
-    """The title of the table of an op's rows."""
     if record.settings.get("all_configs"):
         return f"{op} · every tile shape · ms"
     row = next(row for row in record.rows if row.op == op)
@@ -278,7 +274,6 @@ def table_title(record: Record, op: str) -> str:
 
 
 def table(record: Record, op: str, width: int = _WIDE) -> Table:
-    """All rows of one op, in the columns that fit into ``width`` characters."""
     rows, _, columns = filled(record, op)
     out = Table(title=table_title(record, op), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column, _ in _fit(columns, width):
@@ -391,7 +386,6 @@ def notes(record: Record) -> list[str]:
 
 
 def render(record: Record, width: int = _WIDE) -> RenderableType:
-    """The whole result: heading, a table and its footer for each op, notes."""
     parts: list[RenderableType] = [heading(record)]
     for op in record.ops():
         parts += [table(record, op, width), footer(record, op)[0], Text("")]

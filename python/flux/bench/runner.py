@@ -65,7 +65,6 @@ class Settings:
         return dtype
 
     def public(self) -> dict[str, Any]:
-        """The settings that a result file records."""
         hidden = ("problems", "json_file", "skipped", "suite", "device")
         known = {key: value for key, value in asdict(self).items() if key not in hidden}
         return {**known, "tuning": _env.get("FLUX_TUNING")}
@@ -153,7 +152,6 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
 
 
 def context_of(rank: int, world_size: int, settings: Settings) -> Context:
-    """The context of a rank. A collective."""
     device = torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

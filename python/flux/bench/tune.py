@@ -93,7 +93,6 @@ def tune(settings: Settings, file: Path, budget_s: float) -> Tuned | None:
 
 
 def known(file: Path) -> tuple[Machine | None, list[Fact]]:
-    """What an earlier run has left."""
     if not file.exists():
         return None, []
     machine, facts = files.read(file)
@@ -138,7 +137,6 @@ def _key(problem: Problem, settings: Settings) -> tuple[str, int, int, int, int,
 
 
 def _tune_rank(rank: int, world_size: int, settings: Settings, file: str, budget_s: float) -> Tuned | None:
-    """One rank's part: all measure the same problems, rank 0 writes."""
     began = time.monotonic()
     context = context_of(rank, world_size, settings)
     path, here = Path(file), of_device(context.device)

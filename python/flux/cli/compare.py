@@ -53,7 +53,6 @@ class Change:
 
 
 def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
-    """The rows that both results have, flux's time in each."""
     before = {key(row): row for row in old.rows if "flux" in row.times}
     for row in new.rows:
         first = before.get(key(row))
@@ -97,5 +96,4 @@ def command(
 
 
 def key(row: Row) -> tuple[object, ...]:
-    """What a row measures."""
     return row.op, row.pattern, row.model, row.variant, row.scales, row.m, row.n, row.k, row.tp, row.dtype

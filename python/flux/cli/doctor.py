@@ -66,7 +66,6 @@ class _File(TypedDict):
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Prints the findings of a file."""
     told: _File = parse(_File, data)
     console.print(Text(f"flux doctor · {told['date']}", style="dim"))
     report(told["findings"], console)

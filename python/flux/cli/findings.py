@@ -34,6 +34,10 @@ class Finding:
     data: Any = None
 
 
+def judged(section: str, name: str, value: str, good: bool, advice: str, data: Any = None) -> Finding:
+    return Finding(section, name, value, "ok" if good else "bad", None if good else advice, data)
+
+
 def kernels_fit(index: int) -> bool:
     """Whether flux's kernels can run on this GPU: they are built for sm_90a only."""
     return tuple(torch.cuda.get_device_capability(index)) == (9, 0)
@@ -87,11 +91,8 @@ def gpus() -> Iterator[Finding]:
         p = torch.cuda.get_device_properties(i)
         memory = f"{p.total_memory / 2**30:.0f} GiB"
         value = f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {memory}"
-        if kernels_fit(i):
-            yield Finding(section, f"GPU {i}", value, "ok")
-        else:
-            advice = f"GPU {i} is not Hopper (sm_90): flux runs its ops unfused through torch there"
-            yield Finding(section, f"GPU {i}", value, "bad", advice)
+        advice = f"GPU {i} is not Hopper (sm_90): flux runs its ops unfused through torch there"
+        yield judged(section, f"GPU {i}", value, kernels_fit(i), advice)
     for gpu in machine.smi():
         limit = gpu["power_limit_w"]
         clocks = (
@@ -172,10 +173,9 @@ def shared_memory() -> Iterator[Finding]:
         return
     total, free = (blocks * stat.f_frsize / 2**20 for blocks in (stat.f_blocks, stat.f_bavail))
     value = f"{free:.0f} MiB free of {total:.0f} MiB"
-    if free >= _SHM_FREE_MIB or torch.cuda.is_available():
-        yield Finding(section, "/dev/shm", value, "ok" if free >= _SHM_FREE_MIB else "info")
-    else:
-        advice = (
-            f"less than {_SHM_FREE_MIB} MiB free: CPU workspaces may not fit (in a container: --shm-size=2g)"
-        )
-        yield Finding(section, "/dev/shm", value, "bad", advice)
+    if free < _SHM_FREE_MIB and torch.cuda.is_available():
+        yield Finding(section, "/dev/shm", value)
+        return
+    little = f"less than {_SHM_FREE_MIB} MiB free: CPU workspaces may not fit"
+    advice = f"{little} (in a container: --shm-size=2g)"
+    yield judged(section, "/dev/shm", value, free >= _SHM_FREE_MIB, advice)

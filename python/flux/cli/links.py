@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flux.cli.findings import Finding
+from flux.cli.findings import Finding, judged
 from flux.machine import run_text
 
 # Payload over raw rate: copy engines moved 383-391 of 478 GB/s over 18 NVLink-4 links.
@@ -78,23 +79,18 @@ def links(*, active: bool = True) -> Iterator[Finding]:
     kinds = sorted({kind for i, row in enumerate(topology) for j, kind in enumerate(row) if i != j})
     if kinds:
         good = all(kind.startswith("NV") for kind in kinds)
-        advice = (
-            None if good else "some GPUs are not joined by NVLink: fused ops move their tiles over PCIe there"
-        )
-        yield Finding(section, "topology", ", ".join(kinds), "ok" if good else "bad", advice, topology)
+        advice = "some GPUs are not joined by NVLink: fused ops move their tiles over PCIe there"
+        yield judged(section, "topology", ", ".join(kinds), good, advice, topology)
     speeds = parse_nvlink(run_text(["nvidia-smi", "nvlink", "-s"]) or "")
     expected = expected_gb_per_s(speeds)
     if expected is not None:
         counts = sorted({len(s) for s in speeds.values()})
         raw = f"{expected / PAYLOAD_SHARE:.0f} GB/s raw per direction"
         value = f"{'/'.join(map(str, counts))} links active per GPU, {raw}"
-        if len(counts) == 1:
-            yield Finding(section, "NVLink", value, "ok")
-        else:
-            advice = (
-                "the GPUs do not have the same number of active links: look at nvidia-smi nvlink -s and dmesg"
-            )
-            yield Finding(section, "NVLink", value, "bad", advice)
+        advice = (
+            "the GPUs do not have the same number of active links: look at nvidia-smi nvlink -s and dmesg"
+        )
+        yield judged(section, "NVLink", value, len(counts) == 1, advice)
     yield _peer_access(count)
     if not active:
         return
@@ -105,10 +101,9 @@ def links(*, active: bool = True) -> Iterator[Finding]:
 def _peer_access(count: int) -> Finding:
     matrix = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     missing = [f"{i}→{j}" for i in range(count) for j in range(count) if not matrix[i][j]]
-    if not missing:
-        return Finding("links", "peer access", f"all {count * (count - 1)} pairs", "ok", None, matrix)
+    value = f"missing: {', '.join(missing)}" if missing else f"all {count * (count - 1)} pairs"
     advice = "these GPUs cannot write to each other's memory: check IOMMU, ACS and the container's set-up"
-    return Finding("links", "peer access", f"missing: {', '.join(missing)}", "bad", advice, matrix)
+    return judged("links", "peer access", value, not missing, advice, matrix)
 
 
 def _symmetric_memory(section: str, count: int) -> Iterator[Finding]:
@@ -121,42 +116,24 @@ def _symmetric_memory(section: str, count: int) -> Iterator[Finding]:
         return
     yield Finding(section, "symmetric memory", f"works on {count} GPUs ({answer['backend']} backend)", "ok")
     if "gemm_rs" in answer:
-        exact = answer["gemm_rs"] == "exact"
-        hint = None if exact else "run `python -m flux verify` and report its table"
-        yield Finding(section, "fused call through it", answer["gemm_rs"], "ok" if exact else "bad", hint)
+        said, advice = answer["gemm_rs"], "run `python -m flux verify` and report its table"
+        yield judged(section, "fused call through it", said, said == "exact", advice)
 
 
 def _bandwidth(section: str, expected: float | None) -> Iterator[Finding]:
     answer = probe("push", 120.0)
     if "error" in answer:
-        yield Finding(
-            section, "copy-engine push", answer["error"], "bad", "a plain copy between two GPUs failed"
-        )
+        failed = "a plain copy between two GPUs failed"
+        yield Finding(section, "copy-engine push", answer["error"], "bad", failed)
         return
     pairs = {tuple(map(int, key.split("-"))): value for key, value in answer["pairs"].items()}
-    slow = [f"{i}→{j} {v:.0f}" for (i, j), v in pairs.items() if expected and v < _ACCEPT * expected]
     should = f", should give {expected:.0f}" if expected else ""
+    least = _ACCEPT * (expected or 0.0)
+    slow = ", ".join(f"{i}→{j} {v:.0f}" for (i, j), v in pairs.items() if v < least)
     value = f"{min(pairs.values()):.0f}–{max(pairs.values()):.0f} GB/s between pairs{should}"
-    advice = (
-        f"slow: {', '.join(slow)} GB/s; look for other jobs on these GPUs and for link errors"
-        if slow
-        else None
-    )
-    yield Finding(
-        section, "copy-engine push", value, "bad" if slow else "ok" if expected else "info", advice, answer
-    )
-    ring = answer["ring"]
-    good = not expected or ring >= _ACCEPT * expected
-    advice = (
-        None
-        if good
-        else "links are slower when all GPUs push at once: the fabric or another job is in the way"
-    )
-    value = f"{ring:.0f} GB/s from the slowest GPU{should}"
-    yield Finding(
-        section,
-        "push, all GPUs at once",
-        value,
-        "ok" if expected and good else "info" if good else "bad",
-        advice,
-    )
+    advice = f"slow: {slow} GB/s; look for other jobs on these GPUs and for link errors"
+    found = [judged(section, "copy-engine push", value, not slow, advice, answer)]
+    value = f"{answer['ring']:.0f} GB/s from the slowest GPU{should}"
+    advice = "links are slower when all GPUs push at once: the fabric or another job is in the way"
+    found.append(judged(section, "push, all GPUs at once", value, answer["ring"] >= least, advice))
+    yield from found if expected else (replace(each, state="info") for each in found)

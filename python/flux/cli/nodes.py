@@ -57,7 +57,6 @@ def examine(nodes: int, path: Path | None, timeout_s: float = 300.0) -> Iterator
 
 
 def findings(answer: dict[str, Any], nodes: int, path: Path | None, how: str) -> Iterator[Finding]:
-    """What `measure` returned, for users."""
     if "why_not" in answer:
         yield Finding(_SECTION, "topology", answer["why_not"], "bad", _ADVICE)
         return

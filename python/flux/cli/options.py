@@ -128,7 +128,6 @@ def timed_out(error: Exception) -> bool:
 
 
 def whole(least: int = 1, most: int | None = None) -> Callable[[Any], int]:
-    """Reads an option that is a whole number."""
     limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
 
     def number(text: Any) -> int:
@@ -144,8 +143,6 @@ def whole(least: int = 1, most: int | None = None) -> Callable[[Any], int]:
 
 
 def real(least: float, most: float = _MOST_SECONDS) -> Callable[[Any], float]:
-    """Reads an option that is a finite number."""
-
     def number(text: Any) -> float:
         try:
             value = float(text)
@@ -159,22 +156,18 @@ def real(least: float, most: float = _MOST_SECONDS) -> Callable[[Any], float]:
 
 
 def counted(text: str, *names: str, least: int = 1, most: int | None = None) -> Any:
-    """An option that takes a whole number. text: its help."""
     return typer.Option(*names, parser=whole(least, most), metavar="N", help=text)
 
 
 def named(text: str, *names: str, metavar: str = "NAME") -> Any:
-    """An option that takes a text."""
     return typer.Option(*names, metavar=metavar, help=text)
 
 
 def flag(text: str, *names: str) -> Any:
-    """An option that takes nothing."""
     return typer.Option(*names, metavar="", help=text)
 
 
 def file(text: str, *names: str) -> Any:
-    """An option that takes the path of a file."""
     return typer.Option(*names, metavar="FILE", help=text)
 
 

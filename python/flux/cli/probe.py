@@ -92,7 +92,6 @@ def symm() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the probe named on the command line."""
     machine.disable_multicast()
     probes = {"push": push, "symm": symm}
     try:

@@ -110,7 +110,6 @@ def _state(state: dict[str, Any]) -> str:
 
 
 def _agreement(pair: dict[str, Any]) -> str:
-    """How far the results of two runs agree."""
     line = " | ".join(pair["runs"]) + ":"
     if said := pair.get("answers"):
         line += f" {said['equal']} of {said['answers']} answers equal"

@@ -99,7 +99,6 @@ def _settings(asked: Asked, trace: Path | None) -> Settings:
 
 
 def table(choices: Sequence[tune.Choice]) -> Table:
-    """Before and after."""
     out = Table(title="us per call, before and after", title_justify="left", box=box.SIMPLE_HEAD)
     for title in ("op", "ranks", "m", "n", "k", "before", "after", "gain", "way", "others"):
         out.add_column(title, justify="left" if title in ("op", "way", "others") else "right")

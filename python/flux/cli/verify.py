@@ -55,7 +55,6 @@ def failed(outcomes: list[Outcome]) -> bool:
 
 
 def report(outcomes: list[Outcome], console: Console) -> None:
-    """Prints the table, and the number of cases of each outcome."""
     table = Table(header_style="bold")
     for column in ("op", "ranks", "case", "result"):
         table.add_column(column, overflow="fold")
@@ -81,7 +80,6 @@ class _File(TypedDict):
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Prints the outcomes of a file."""
     told: _File = parse(_File, data)
     console.print(Text(f"flux verify · {told['commit']} · {told['date']}", style="dim"))
     report(told["outcomes"], console)

@@ -111,7 +111,6 @@ def _announced(op: str, name: str, where: str, run: Callable[[], str]) -> Outcom
 
 
 def gemm(device: torch.device) -> Iterator[Outcome]:
-    """flux.gemm in this process."""
     where = "1 GPU" if device.type == "cuda" else "CPU"
 
     def run(case: Case) -> str:

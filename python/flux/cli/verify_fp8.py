@@ -31,7 +31,6 @@ class Fp8Case(NamedTuple):
 
 
 def gemm_cases() -> list[tuple[str, ScaledCase]]:
-    """Cases of flux.gemm in one process."""
     return [(f"{kind} scales", ScaledCase(131, 264, 640, 1, kind, bias=True, seed=1)) for kind in _KINDS]
 
 
@@ -132,7 +131,6 @@ def _norm_weight(case: ScaledCase, device: torch.device) -> torch.Tensor:
 
 
 def _compare(op: str, rank: int, case: ScaledCase, outs: Tensors, end: dict[str, Any]) -> str:
-    """ "exact", or how the results of one rank differ."""
     outs = [out.cpu() for out in outs]
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     if op == "gemm_rs":

@@ -13,7 +13,6 @@ from flux.testing.moe_data import MoeCase
 
 
 def named_cases(world_size: int, nodes: int = 1) -> list[tuple[str, MoeCase]]:
-    """Cases for ranks on so many nodes."""
     p, several = world_size, nodes if nodes > 1 else 0
     even = (140,) * p
     uneven = tuple(20 + 60 * (rank % 3) for rank in range(p))
@@ -67,7 +66,6 @@ def emulated_case(ranks: EmulatedMoeRanks, case: MoeCase) -> str:
 
 
 def _compare(rank: int, case: MoeCase, layer0: torch.Tensor, layer1: torch.Tensor) -> str:
-    """ "exact", or how the results of one rank differ."""
     rows = case.layer0(rank)
     of_layer_0 = layer0[: len(rows)].cpu(), rows
     return first_difference({"layer 0": of_layer_0, "layer 1": (layer1.cpu(), case.layer1(rank))})

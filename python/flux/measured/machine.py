@@ -71,7 +71,6 @@ def of_result(about: object, where: str) -> Machine:
 
 
 def of_device(device: torch.device) -> Machine:
-    """The kind of a device of this process."""
     if device.type != "cuda":
         return Machine(device.type)
     properties: Any = torch.cuda.get_device_properties(device)

@@ -248,7 +248,6 @@ def _of_weight(facts: Sequence[Fact], ends: tuple[Fact, Fact], m: int, model: Mo
 def _interpolated(
     facts: Sequence[Fact], ends: tuple[Fact, Fact], m: int, way: str, model: Model | None
 ) -> float:
-    """The time for a number of rows between two of one weight."""
     below, above = ends
     share = math.log(m / below.m) / math.log(above.m / below.m)
     times = [fact.us[way] for fact in ends]
@@ -292,5 +291,4 @@ def _ratio(model: Model | None, problem: tuple[int, int, int], other: tuple[int,
 
 
 def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
-    """The weighted geometric mean."""
     return math.exp(sum(s * math.log(v) for v, s in zip(values, shares, strict=True)) / sum(shares))

@@ -30,7 +30,6 @@ _SMS_FOR_COPIES = 8
 
 
 def why_not(world_size: int, device: torch.device) -> str | None:
-    """Why that many ranks cannot be emulated on that device, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if not 2 <= world_size <= MAX_WORLD_SIZE:
@@ -57,7 +56,6 @@ class _Workspaces:
         self.epochs = [0] * len(errors)
 
     def address(self, rank: int) -> int:
-        """Address of a rank's SymmBuffer."""
         return int(self._buffers[rank].address)
 
     def reserve(self, layout: Any) -> None:
@@ -465,7 +463,6 @@ class EmulatedRanks:
             raise errors[0]
 
     def _gathering(self, x: torch.Tensor, copied: bool, scales: Sequence[Scales] = ()) -> _Workspaces:
-        """The workspaces, grown for the rows of all ranks, and their scales."""
         workspaces = self._copied if copied else self._stored
         rows, k = x.shape
         columns = scales[0].scaling(k).columns(k) if scales else 0
@@ -501,7 +498,6 @@ class EmulatedRanks:
 
 
 def _operands(x: torch.Tensor, scales: Sequence[Scales]) -> dict[str, Any]:
-    """What the cost model is told of fp8 operands."""
     return scales[0].scaling(x.shape[1]).operands(x.dtype) if scales else {}
 
 

@@ -76,7 +76,6 @@ class _Client:
         self._controls: set[socket.socket] = set()
 
     def open_call(self) -> socket.socket:
-        """The control socket of a new call."""
         with self._lock:
             ours, theirs = control_sockets()
             with theirs:
@@ -104,7 +103,6 @@ class _Client:
                 return None
 
     def stop(self) -> None:
-        """Ends the server, and with it all ranks."""
         with self._lock:
             self._hang_up()
             if self._process is not None:
@@ -191,8 +189,6 @@ def main(calls: int, alive: int) -> None:
 
 @dataclass
 class _Call:
-    """The processes of one call of `spawn`."""
-
     control: socket.socket
     running: dict[int, int] = field(default_factory=dict)  # rank by process id
     started: list[int] = field(default_factory=list)

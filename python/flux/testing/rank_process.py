@@ -54,7 +54,6 @@ def dumps(value: object) -> bytes:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Fills a file in memory."""
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
 

@@ -77,7 +77,6 @@ class ScaledCase:
 
     @property
     def _room(self) -> int:
-        """What a contribution may be at most."""
         return (EXACT_LIMIT[self.out_dtype] - _MAX_BIAS) // self.contributions
 
     @property
@@ -111,7 +110,6 @@ class ScaledCase:
         return x, weight, of_rows, of_columns, self._bias(device)
 
     def x(self, rank: int, device: Device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """x of one rank, and its scales."""
         g = self._generator(1, rank, device)
         x = torch.zeros(self.m, self.k, device=device)
         size = self.k if self.scales != "block" else BLOCK
@@ -124,7 +122,6 @@ class ScaledCase:
         return x.to(self.x_dtype), self._powers(shape, self.exponents[0], g)
 
     def weight(self, rank: int, device: Device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight of one rank, and its scales."""
         g = self._generator(2, rank, device)
         weight = torch.randint(2, (self.n, self.k), generator=g, device=device).float() * 2 - 1
         blocks = (-(-self.n // BLOCK), self.blocks)

@@ -186,7 +186,6 @@ class _Ranks:
         return self
 
     def start(self, job: rank_process.Job, listener: socket.socket) -> None:
-        """Requests the processes; the fork server may still be starting."""
         with _memory_file() as job_file, contextlib.suppress(BrokenPipeError):  # collect() reports it
             rank_process.write(job_file.fileno(), rank_process.dumps(job))
             fork_server.send(self._control, f"start {rank_process.STORE}", [listener.fileno()])
@@ -200,7 +199,6 @@ class _Ranks:
                 self._running.add(rank)
 
     def collect(self) -> list[Any]:
-        """What the ranks return."""
         while self._pending and not self._server_lost:
             open_ends = [talk for rank in self._pending if (talk := self._talks[rank]).fileno() >= 0]
             ready = wait([self._control, *open_ends], max(0.0, self._deadline - time.monotonic()))
@@ -245,7 +243,6 @@ class _Ranks:
         self._settle(rank, RankFailure(rank, None, error) if error else None, result)
 
     def _obey(self) -> None:
-        """Reads and handles one message of the fork server."""
         words, _ = fork_server.receive(self._control)
         if not words:
             self._lose_server()

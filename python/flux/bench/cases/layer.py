@@ -184,7 +184,6 @@ class _Pair:
         return cls(ours, stock, (x, attended), grads)
 
     def run(self, block: Block, training: bool) -> list[Tensor]:
-        """Results, and gradients of inputs and weights."""
         if not training:
             return list(block(*self.inputs))
         with torch.enable_grad():

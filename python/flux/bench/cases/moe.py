@@ -225,7 +225,6 @@ def _scaled(problem: MoeProblem, context: Context, seed: int) -> ScaledMoe:
 
 
 def call_of(op: str, inputs: Inputs, **options: Any) -> Callable[[], Tensor]:
-    """A layer of flux on these inputs."""
     layer = flux.moe.ag_scatter_gemm if op == "moe_layer0" else flux.moe.gemm_gather_rs
     x, weight, routing = inputs
     if isinstance(x, Scaled) and isinstance(weight, Scaled):
@@ -312,7 +311,6 @@ def _spread(problem: MoeProblem, ids: Tensor) -> str:
 
 
 def choices(problem: MoeProblem, context: Context) -> tuple[Tensor, Tensor]:
-    """topk_ids and topk_weights of this rank's tokens."""
     generator = torch.Generator().manual_seed(1234 + context.rank)
     tokens = problem.m // context.world_size
     ids = choose_experts(problem, tokens, generator).to(context.device, torch.int32)

@@ -99,7 +99,6 @@ def normal(context: Context, std: float = 0.1, seed: int | None = None) -> Calla
 
 
 def random_operands(problem: Problem, context: Context) -> Operands:
-    """Operands of a rank's product x [m, k] · weight [n, k]ᵀ."""
     m, n, k = problem.local(context.tp)
     draw, sets = normal(context), 1
     if context.cuda and m <= DECODE_M:
@@ -114,7 +113,6 @@ def random_operands(problem: Problem, context: Context) -> Operands:
 
 
 def step_of(op: Callable[..., Any], x: Operand, **options: Any) -> Step:
-    """Calls an operator of flux with x and the weight that it is given."""
     if isinstance(x, Scaled):
         q, scale = x
         return lambda w: op(q, w.q, scale_x=scale, scale_w=w.scale, **options)
@@ -199,5 +197,4 @@ def judged(exact: Exact, context: Context, op: Callable[..., Tensor], **options:
 
 
 def check_op(problem: Problem, context: Context, op: Callable[..., Tensor], **options: Any) -> str:
-    """What `judged` says of an operator in each exact call."""
     return checked(problem, context, lambda exact: judged(exact, context, op, **options))

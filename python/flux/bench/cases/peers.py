@@ -19,7 +19,6 @@ _symm_mem: Any = torch.ops.symm_mem
 
 
 def async_tp(lineup: Lineup, fused: Step) -> None:
-    """PyTorch's own fused operator."""
     group, call = lineup.context.ranks, rotating(lineup.weights, fused)
 
     def enabled() -> Candidate:

@@ -113,7 +113,6 @@ def job_of(problem: Problem, context: Context) -> tuple[Operands, Job]:
 
 
 def by_flux(problem: Problem) -> Callable[..., Any]:
-    """flux's operator, of x and a weight."""
     if plain(problem.op) == "all_reduce":
         return lambda x, weight, **options: flux.all_reduce(x, **options)
     op: Callable[..., Any] = getattr(flux, plain(problem.op))
@@ -192,7 +191,6 @@ def _others(problem: Problem, lineup: Lineup, given: Operands, job: Job, ours: C
 
 
 def _own_parts(op: str, lineup: Lineup, job: Job) -> None:
-    """flux's GEMM and collectives alone."""
     x, whole, product, group = job.x, job.whole, job.product, lineup.context.ranks
     if op == "gemm_ar":
         summed = torch.zeros_like(product)

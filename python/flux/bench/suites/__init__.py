@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from flux._files import plain, read_text
-from flux.bench.model import DTYPE_BYTES, FP8, wire_bytes
+from flux import _files
+from flux._files import Count, Within
+from flux.bench.model import wire_bytes
 
 # What a row says of its problem.
 SHAPE = ("op", "model", "pattern", "m", "n", "k", "variant", "scales")
@@ -50,7 +51,6 @@ class Problem:
         return self.m, self.n, self.k // tp
 
     def on_wire(self, tp: int, element_bytes: int) -> int:
-        """Bytes that a rank must send, whatever the algorithm."""
         return wire_bytes(self.pattern, self.m, self.n, self.k, tp, element_bytes)
 
     @property
@@ -129,56 +129,48 @@ class Suite:
 
 
 def available() -> list[str]:
-    """Names of the suites that come with flux."""
     files = resources.files(__name__).iterdir()
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
-def _require(held: bool, what: str) -> None:
-    if not held:
-        raise ValueError(f"suite: {what}")
+@dataclass(frozen=True)
+class _Shape:
+    n: Count
+    k: Count
 
 
-def _sizes(where: str, values: Any) -> tuple[int, ...]:
-    """Raises ValueError if these are no whole numbers of 1 or more."""
-    sizes = isinstance(values, list) and values and all(type(v) is int and v >= 1 for v in values)
-    _require(bool(sizes), f"{where} expected whole numbers of 1 or more, got {values!r}")
-    return tuple(values)
+@dataclass(frozen=True)
+class _ModelOfFile:
+    name: str
+    ag_gemm: _Shape | None = None
+    gemm_rs: _Shape | None = None
+    gemm_ar: _Shape | None = None
+    all_reduce: _Shape | None = None
 
 
-def _only(where: str, keys: Collection[str], known: Collection[str]) -> None:
-    for key in keys:
-        _require(key in known, f"{where} expected keys of {', '.join(known)}, got {key!r}")
+@dataclass(frozen=True)
+class _Head:
+    name: str
+    dtype: Literal["bfloat16", "float16", "float32"]  # fp8 needs scales: an option of the command
+    m: Annotated[tuple[Count, ...], Within(1)]
+    description: str = ""
 
 
-def _model(entry: Any) -> Model:
-    _require(isinstance(entry, dict) and "name" in entry, "every [[model]] needs 'name'")
-    name, shapes = str(entry.pop("name")), {}
-    _only(f"model {name}", entry, _PATTERNS)
-    for pattern, shape in entry.items():
-        right = isinstance(shape, dict) and set(shape) == {"n", "k"}
-        _require(right, f"{name}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}")
-        n, k = _sizes(f"n and k of {name}.{pattern}", [shape["n"], shape["k"]])
-        shapes[pattern] = (n, k)
-    return Model(name, shapes)
+@dataclass(frozen=True)
+class _File:
+    suite: _Head
+    model: Annotated[list[_ModelOfFile], Within(1)]
 
 
 def parse(text: str) -> Suite:
     """Reads a suite from TOML text; ValueError says which key is wrong."""
-    data = plain(tomllib.loads(text))
-    _only("the file", data, ("suite", "model"))
-    head, entries = data.get("suite", {}), data.get("model", [])
-    right = isinstance(head, dict) and isinstance(entries, list)
-    _require(right, "expected one [suite] and several [[model]]")
-    _only("[suite]", head, ("name", "description", "dtype", "m"))
-    for key in ("name", "dtype", "m"):
-        _require(key in head, f"[suite] needs {key!r}")
-    models = tuple(_model(entry) for entry in entries)
-    _require(bool(models), "no [[model]] in it")
-    known = [dtype for dtype in DTYPE_BYTES if dtype != FP8]  # which needs scales: an option of the command
-    _require(head["dtype"] in known, f"dtype expected one of {', '.join(known)}, got {head['dtype']!r}")
-    description = str(head.get("description", ""))
-    return Suite(str(head["name"]), description, head["dtype"], _sizes("m", head["m"]), models)
+    file: _File = _files.parse(_File, _files.plain(tomllib.loads(text)), "suite")
+    models = (
+        Model(of.name, {p: (shape.n, shape.k) for p in _PATTERNS if (shape := getattr(of, p))})
+        for of in file.model
+    )
+    head = file.suite
+    return Suite(head.name, head.description, head.dtype, head.m, tuple(models))
 
 
 def load(name: str) -> Suite:
@@ -187,7 +179,7 @@ def load(name: str) -> Suite:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ValueError(f"bench: --suite {name}: suite file not found")
-        text = read_text(path)
+        text = _files.read_text(path)
         try:
             return parse(text)
         except (ValueError, RecursionError) as error:
