@@ -64,7 +64,6 @@ class Settings:
     rounds: int
     iters: int
     names: tuple[str, ...] = ()  # of candidates beside stock; none: all
-    profile: bool = False
     graphs: bool = False
 
 

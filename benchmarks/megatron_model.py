@@ -15,8 +15,7 @@ GEMM. With Transformer Engine installed, its spec runs stock, with its overlap (
 A candidate that cannot run is listed with the reason.
 
 Each model has processes of its own, and the file is written after each. A model that would not end before
---timeout does not begin. With --profile, a pass of each candidate is recorded, too: the times of its kernels
-on the first rank, and how long the GPU had something to do. With --graphs, a training step is replayed from a
+--timeout does not begin. With --graphs, a training step is replayed from a
 CUDA graph, too, as by Megatron's cuda_graph_impl="full_iteration": of stock and flux, with experts only of
 flux, because stock dispatchers read the numbers of rows on the host. Ends with 1 if something is wrong: a GPU
 whose clock is low under load, another loss or other gradients than stock's, or a model that failed.
@@ -38,7 +37,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import kernel_profile
 from flux.testing import SpawnError, spawn
 from megatron_candidates import (
     ENGINE,
@@ -103,8 +101,6 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
         for name, samples in timer.interleaved(calls, settings.iters, settings.rounds).items():
             runs[name]["samples_ms"][kind] = samples
             runs[name]["host_bound"] += [kind] * (name in timer.host_bound)
-            if settings.profile:
-                runs[name].setdefault("profiles", {})[kind] = profile_of(calls[name], not settings.cpu)
     if settings.graphs:
         for forward in passes["forward"].values():
             # Stock dispatchers keep tensors of their last step, and so autograd's nodes of the parameters
@@ -136,14 +132,6 @@ def step_mib(call: Callable[[], None]) -> float:
     call()
     torch.cuda.synchronize()
     return float((torch.cuda.max_memory_allocated() - before) / 2**20)
-
-
-def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
-    profiler = kernel_profile.start(cuda)
-    call()
-    if cuda:
-        torch.cuda.synchronize()
-    return kernel_profile.summary(profiler, cuda)
 
 
 def _forward(model: Any, batch: Batch) -> None:
@@ -232,7 +220,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--candidates", nargs="+", default=[], metavar="NAME", help="beside stock (default all)"
     )
-    parser.add_argument("--profile", action="store_true", help="record the kernels of a step, too")
     parser.add_argument(
         "--graphs", action="store_true", help="replay a training step from a CUDA graph, too (GPUs)"
     )
@@ -255,7 +242,7 @@ def settings_of(options: argparse.Namespace, asked: str) -> Settings:
     model = MODELS[name].tiny() if options.cpu else MODELS[name]
     changes = {"layers": options.layers, "sequence": options.sequence}
     model = dataclasses.replace(model, **{key: value for key, value in changes.items() if value})
-    limits = (options.rounds, options.iters, tuple(options.candidates), options.profile, options.graphs)
+    limits = (options.rounds, options.iters, tuple(options.candidates), options.graphs)
     return Settings(model, options.tp, int(ep or 1), options.cpu, *limits)
 
 

@@ -38,8 +38,6 @@ LOG_LINES = 40
 CAUSES = 5
 COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
-# How often what is profiled runs: once might be the one time that is slow, or that is not.
-PROFILED = 4
 # A sample is the median over so long, after as long that does not count: a GPU that was idle
 # needs a while to reach its clock, and an engine that was stopped to be back in the caches.
 STEADY_S = 0.5
@@ -378,16 +376,6 @@ class Commands:
     def state(self) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = self.llm.collective_rpc("probe_state")
         return states
-
-    def profile(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
-        """kernel_profile.summary of `count` tokens of all prompts on the first rank, PROFILED times; how long
-        each took.
-        """
-        self._timed(prompts, count)
-        self.llm.collective_rpc("probe_profile", args=(True,))
-        times = [self._timed(prompts, count) for _ in range(PROFILED)]
-        found: dict[str, Any] = self.llm.collective_rpc("probe_profile", args=(False,))[0]
-        return {"ms": [round(seconds * 1e3, 3) for seconds in times], **found}
 
     def _steady(self, prompts: list[list[int]], least: int, count: int = 1) -> float:
         """Median seconds until each prompt has `count` tokens: of at least so many times, and over STEADY_S,

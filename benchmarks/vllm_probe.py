@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import kernel_profile
-
 # Of normal numbers in fp8, whose largest is 448.
 FP8_SPREAD = 32
 BACKENDS = ("pynccl_comm", "ca_comm", "symm_mem_comm", "fi_ar_comm")
@@ -45,14 +43,6 @@ class Probe:
             "experts": dict(Counter(kind for kind in kinds if "MoERunner" in kind)),
             "weights": model.weights_sum,
         }
-
-    def probe_profile(self, starts: bool) -> dict[str, Any] | None:
-        """Starts to record this rank's kernels; then stops, and sums them up."""
-        cuda: bool = self.device.type == "cuda"  # type: ignore[attr-defined]
-        if starts:
-            self.probed = kernel_profile.start(cuda)
-            return None
-        return kernel_profile.summary(self.probed, cuda)
 
 
 def fill_with_weights(model: Any) -> None:

@@ -24,8 +24,6 @@ every metric the median counts.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once. With --api-server only this is measured: requests go to `vllm serve` by HTTP (vllm_server.py);
   with --arrivals, also the times to their first and further tokens if so many arrive in a second.
-- profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
-  without any (kernel_profile.py).
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
   far two stock engines are apart that only sum in another order: flux should not be further.
 
@@ -64,8 +62,6 @@ START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
 # The share of a trace's requests that come before its samples.
 WARM_UP_SHARE = 4
-# Of each sequence, when a decode is recorded.
-PROFILED_TOKENS = 8
 # For what comes after the rounds, and for engines to end.
 LAST_S = 25
 # For a quarter of a trace and a whole one.
@@ -98,14 +94,11 @@ TINY_WORK = Work((4, 64), (2, 4), 4, (2, 48), 20)
 class Measurement:
     """Of engines that are up, what they said and how fast. `faults` says what went wrong with which."""
 
-    def __init__(
-        self, engines: dict[str, Engine], work: Work, model: Model, deadline: float, profiles: bool = False
-    ) -> None:
+    def __init__(self, engines: dict[str, Engine], work: Work, model: Model, deadline: float) -> None:
         self.engines = engines
         self.work = work
         self.model = model
         self.deadline = deadline
-        self.profiles = profiles
         self.faults: list[str] = []
         self.forced_prompts: list[list[int]] = []
         self.runs: dict[str, dict[str, Any]] = {run: {"samples_s": {}} for run in engines}
@@ -187,12 +180,6 @@ class Measurement:
         self.keep("forced", self.each("forced", self.forced_prompts))
         write()
         self.take_traces(write)
-        if self.profiles:
-            wanted = {f"decode {size}": (batch, PROFILED_TOKENS) for size, batch in short.items()}
-            for name, asked in {"prefill": (long, 1), **wanted}.items():
-                for run, found in self.each("profile", *asked).items():
-                    self.runs[run].setdefault("profiles", {})[name] = found
-            write()
         self.keep("state", self.each("state"))
 
     def take_traces(self, write: Callable[[], None]) -> None:
@@ -321,7 +308,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--api-server", action="store_true", help="the trace only, by HTTP, as `vllm bench serve` sends it"
     )
-    parser.add_argument("--profile", action="store_true", help="record kernels, too")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
@@ -335,8 +321,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--runs: a run twice")
     if not all(0 < size < POSITIONS for size in options.prompts):
         parser.error(f"--prompts: at most {POSITIONS - 1} tokens, and one at least")
-    if options.api_server and (options.decode or options.prompts or options.profile):
-        parser.error("--api-server: without --decode, --prompts and --profile")
+    if options.api_server and (options.decode or options.prompts):
+        parser.error("--api-server: without --decode and --prompts")
     if options.arrivals and not options.api_server:
         parser.error("--arrivals: with --api-server")
     if options.fp8 and MODELS[options.model].experts:
@@ -379,7 +365,7 @@ def main() -> int:
         from flux.bench.record import take_clocks  # takes seconds, while they come up
 
         record = describe(settings, work)
-        measured = Measurement(engines, work, model, start + options.timeout, options.profile)
+        measured = Measurement(engines, work, model, start + options.timeout)
 
         def write() -> None:
             complete(record, measured, options)

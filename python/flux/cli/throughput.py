@@ -28,8 +28,6 @@ def show(data: dict[str, Any], console: Console) -> None:
     for name, run in runs.items():
         for state in run.get("state", [])[:1]:
             console.print(Text(f"{name}: {_state(state)}"))
-        for what, profile in run.get("profiles", {}).items():
-            console.print(Text(f"{name}: {_profile(what, profile)}"))
     for pair in data["comparisons"]:
         console.print(Text(_agreement(pair)))
     for fault in data["faults"]:
@@ -74,15 +72,6 @@ def _rates(runs: dict[str, Any], title: str) -> Table:
             cells += ["–" if rate is None else f"{rate:.0f}", "–" if ratio is None else f"{ratio:.3f}"]
         table.add_row(name, *cells)
     return table
-
-
-def _profile(what: str, profile: dict[str, Any]) -> str:
-    """When kernels ran on the first rank, and which of them took longest."""
-    most = [f"{name[:60]} {ms:.2f} ms in {calls}" for name, calls, ms in profile["kernels"][:8]]
-    times = ", ".join(f"{ms:.1f}" for ms in profile["ms"])
-    whole = f"{times} ms; {profile['span_ms']:.1f} from first to last kernel"
-    gaps = "".join(f"; none for {ms:.2f} ms before {after[:60]}" for ms, _, after in profile["idle"][:3])
-    return f"{what} took {whole}, kernels ran in {profile['busy_ms']:.1f}: {', '.join(most)}{gaps}"
 
 
 def _trace(arrivals: str, samples: list[dict[str, Any]]) -> str:

@@ -26,9 +26,6 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(Text(f"{head} · torch {machine.get('torch')} · {data['date']}", style="dim"))
     for model in data["models"]:
         console.print(_times(model, data["settings"]["tp"]))
-        for name, run in model["candidates"].items():
-            for kind, found in run.get("profiles", {}).items():
-                console.print(_profile(name, kind, found))
         for name, reason in model["skipped"].items():
             console.print(Text(f"not run: {name}: {reason}"))
     for fault in data["faults"]:
@@ -79,12 +76,6 @@ def lines(model: dict[str, Any]) -> Iterator[tuple[str, str, float, float, float
         for name, ratio in over_flux(times).items():
             run = model["candidates"][name]
             yield kind, name, times[name], spread(run["samples_ms"][kind]), ratio, kind in run["host_bound"]
-
-
-def _profile(name: str, kind: str, found: dict[str, Any]) -> Text:
-    """How long a GPU had work in a pass, and the kernels that took most of it."""
-    longest = ", ".join(f"{kernel[:60]} {calls}× {ms:.2f}" for kernel, calls, ms in found["kernels"][:12])
-    return Text(f"{name}, {kind}: {found['busy_ms']:.1f} of {found['span_ms']:.1f} ms busy: {longest}")
 
 
 def _times(model: dict[str, Any], tp: int) -> Table:

@@ -10,20 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flux.calls import argument_types as types
 from flux.calls.checks import fail
 from flux.testing import rank_process
 
 _MAX_SECONDS = 1e6  # as of FLUX_TIMEOUT_S
 
 
-def refuse_type(argument: str, expected: str, got: object) -> None:
-    raise TypeError(f"spawn: {argument}: expected {expected}, got {type(got).__name__} {got!r:.80}")
-
-
 def work(fn: object, args: tuple[Any, ...]) -> bytes:
     """Pickles (fn, args); checks that ranks can import fn."""
     if not callable(fn):
-        refuse_type("fn", "a function", fn)
+        types.wrong_type("spawn", "fn", "a function", fn)
     try:
         rank_process.dumps(fn)
     except Exception as error:
@@ -62,18 +59,18 @@ def main_can_be_imported() -> bool:
     return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", ""))
 
 
-def world_size(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse_type("world_size", "an int", value)
-    elif value < 1:
-        fail("spawn", "world_size", "at least 1", value)
-
-
-def timeout_s(value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        refuse_type("timeout_s", "a number", value)
-    elif not 0.0 < value < _MAX_SECONDS:
-        fail("spawn", "timeout_s", "a positive number of seconds below 1e6", value)
+def numbers(world_size: object, timeout_s: object, ranks_per_node: object, may_die: object) -> None:
+    ranks = types.size("spawn", "world_size", world_size, 1)
+    types.number("spawn", "timeout_s", timeout_s)
+    if not 0.0 < timeout_s < _MAX_SECONDS:  # type: ignore[operator]
+        fail("spawn", "timeout_s", "a positive number of seconds below 1e6", timeout_s)
+    if ranks_per_node is not None and types.size("spawn", "ranks_per_node", ranks_per_node, 1) > ranks:
+        fail("spawn", "ranks_per_node", f"1 to {ranks}, the number of ranks", ranks_per_node)
+    if not isinstance(may_die, Collection) or isinstance(may_die, str | bytes):
+        types.wrong_type("spawn", "may_die", "a collection of ranks", may_die)
+    for rank in may_die:
+        if types.size("spawn", "may_die", rank) >= ranks:
+            fail("spawn", "may_die", f"ranks from 0 to {ranks - 1}", rank)
 
 
 def backend(value: object) -> None:
@@ -81,8 +78,7 @@ def backend(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        refuse_type("backend", "a name or None", value)
-        return
+        types.wrong_type("spawn", "backend", "a name or None", value)
     for part in value.lower().split(","):
         device, colon, name = part.strip().rpartition(":")
         if not name or (colon and not device) or not dist.is_backend_available(name):
@@ -94,32 +90,9 @@ def env(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        refuse_type("env", "a mapping of str to str", value)
-        return
+        types.wrong_type("spawn", "env", "a mapping of str to str", value)
     for name, text in value.items():
-        if not isinstance(name, str):
-            refuse_type("env", "names that are str", name)
-        elif not isinstance(text, str):
-            refuse_type(f"env[{name!r}]", "a str", text)
-        elif not name or "=" in name or "\0" in name + text:
+        types.string("spawn", "env", name)
+        types.string("spawn", f"env[{name!r}]", text)
+        if not name or "=" in name or "\0" in name + text:
             fail("spawn", "env", "names without '=', no null characters", f"{name!r}: {text!r}")
-
-
-def ranks_per_node(value: object, ranks: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse_type("ranks_per_node", "an int or None", value)
-    elif not 1 <= value <= ranks:
-        fail("spawn", "ranks_per_node", f"1 to {ranks}, the number of ranks", value)
-
-
-def may_die(value: object, ranks: int) -> None:
-    if not isinstance(value, Collection) or isinstance(value, str | bytes):
-        refuse_type("may_die", "a collection of ranks", value)
-        return
-    for rank in value:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            refuse_type("may_die", "ranks that are int", rank)
-        elif not 0 <= rank < ranks:
-            fail("spawn", "may_die", f"ranks from 0 to {ranks - 1}", rank)

@@ -135,12 +135,9 @@ def spawn(
         if __name__ == "__main__":
             assert all((result == 3.0).all() for result in spawn(total, 2, 1.0))
     """
-    _check.world_size(world_size)
-    _check.timeout_s(timeout_s)
+    _check.numbers(world_size, timeout_s, ranks_per_node, may_die)
     _check.backend(backend)
     _check.env(env)
-    _check.may_die(may_die, world_size)
-    _check.ranks_per_node(ranks_per_node, world_size)
     work = _check.work(fn, args)
     with rank_process.listen() as listener, _Ranks(world_size, timeout_s, may_die) as ranks:
         preparation = mp_spawn.get_preparation_data("")

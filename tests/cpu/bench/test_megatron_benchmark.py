@@ -47,7 +47,6 @@ def test_rehearsal(tmp_path: Path) -> None:
         "1",
         "--json",
         str(file),
-        "--profile",
     ]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(FOLDER / "megatron_model.py"), *arguments],
@@ -63,9 +62,7 @@ def test_rehearsal(tmp_path: Path) -> None:
         for run_of_one in model["candidates"].values():
             for kind in training.PASSES:
                 assert len(run_of_one["samples_ms"][kind]) == 2
-                found = run_of_one["profiles"][kind]
-                assert 0 < found["busy_ms"] <= found["span_ms"] and found["kernels"]
-    assert "stock, alltoall, training: " in run.stdout
+    assert "stock, alltoall" in run.stdout
     assert run.stdout.count("training ") == len(OWN) + len(OWN | DISPATCHED)
 
 

@@ -177,7 +177,7 @@ def test_only_the_trace_goes_through_a_server(benchmark: Any, monkeypatch: pytes
     assert run["samples_s"] == {"trace": [2.0, 2.0]} and len(run["traces"]["4 per s"]) == 2
 
 
-@pytest.mark.parametrize("options", [["--decode", "1"], ["--prompts", "256"], ["--profile"]])
+@pytest.mark.parametrize("options", [["--decode", "1"], ["--prompts", "256"]])
 def test_what_a_server_is_not_asked(benchmark: Any, options: list[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark.options_of(["--api-server", *options])

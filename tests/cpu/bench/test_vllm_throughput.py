@@ -357,28 +357,6 @@ def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
     assert max(captured) == 512
 
 
-def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
-    profile = importlib.import_module("kernel_profile")
-    events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3), ("d", 10.5e3, 11e3)]
-    assert profile.of_events(events) == {
-        "span_ms": 10.0,
-        "busy_ms": 5.5,
-        "kernels": [["a", 2, 3.0], ["b", 1, 3.0], ["d", 1, 0.5], ["c", 1, 0.1]],
-        "idle": [[4.0, "b", "a"], [0.5, "a", "d"]],
-    }
-    assert profile.of_events([])["kernels"] == []
-
-
-def test_a_profile_has_what_ran(benchmark: Any) -> None:
-    profile = importlib.import_module("kernel_profile")
-    running = profile.start(cuda=False)
-    torch.ones(4).sum()
-    found = profile.summary(running, cuda=False)
-    assert (
-        "aten::sum" in {name for name, _, _ in found["kernels"]} and 0 < found["busy_ms"] <= found["span_ms"]
-    )
-
-
 def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

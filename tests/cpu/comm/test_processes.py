@@ -367,9 +367,9 @@ BAD_POSITIONS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((3, 2), TypeError, "fn: expected a function, got int 3"),
     ((lambda rank, size: 0, 2), TypeError, "fn: expected a function that other processes can import"),
     ((threading.Lock().acquire, 2), TypeError, "fn: expected a function that other processes can"),
-    ((at_module_level, 2.0), TypeError, "world_size: expected an int, got float 2.0"),
-    ((at_module_level, True), TypeError, "world_size: expected an int, got bool True"),
-    ((at_module_level, 0), ValueError, "world_size: expected at least 1, got 0"),
+    ((at_module_level, 2.0), TypeError, "world_size: expected an integer, got float 2.0"),
+    ((at_module_level, True), TypeError, "world_size: expected an integer, got bool True"),
+    ((at_module_level, 0), ValueError, "world_size: expected an integer of at least 1, got 0"),
     ((at_module_level, 2, 1, threading.Lock()), TypeError, r"args\[1\]: expected what pickle can send"),
 ]
 BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
@@ -381,11 +381,11 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("backend", "glue", ValueError, r"backend: .*gloo.*, got 'glue'"),
     ("backend", "cpu:gloo,cuda:", ValueError, "backend: .* got 'cpu:gloo,cuda:'"),
     ("env", ["A"], TypeError, "env: expected a mapping of str to str, got list"),
-    ("env", {1: "a"}, TypeError, "env: expected names that are str, got int 1"),
-    ("env", {"A": 1}, TypeError, r"env\['A'\]: expected a str, got int 1"),
+    ("env", {1: "a"}, TypeError, "env: expected a string, got int 1"),
+    ("env", {"A": 1}, TypeError, r"env\['A'\]: expected a string, got int 1"),
     ("env", {"A=B": "1"}, ValueError, "env: expected names without '='"),
     ("may_die", 1, TypeError, "may_die: expected a collection of ranks, got int 1"),
-    ("may_die", {"1"}, TypeError, "may_die: expected ranks that are int, got str"),
+    ("may_die", {"1"}, TypeError, "may_die: expected an integer, got str"),
     ("may_die", [2], ValueError, "may_die: expected ranks from 0 to 1, got 2"),
 ]
 
