@@ -180,27 +180,13 @@ class Derived:
         return self.floor or self.peer or self.flux or 1.0
 
 
-@dataclass(frozen=True)
-class OverBest:
-    """What was planned against all choices of a sweep: (milliseconds, name) of these, the fastest first."""
-
-    plan: float
-    ranked: list[tuple[float, str]]
-
-    @property
-    def best(self) -> float:
-        return self.ranked[0][0]
-
-    @property
-    def ratio(self) -> float:
-        return self.plan / self.best
-
-
-def over_best(row: Row) -> OverBest | None:
-    """None if the plan or the choices were not timed."""
+def over_best(row: Row) -> tuple[float, list[tuple[float, str]]] | None:
+    """Of a sweep the milliseconds of what was planned, and of all choices and their names, the fastest first.
+    None if the plan or the choices were not timed.
+    """
     plan = next((t.median for t in row.times.values() if t.role == "flux"), None)
     ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
-    return OverBest(plan, ranked) if plan is not None and ranked else None
+    return (plan, ranked) if plan is not None and ranked else None
 
 
 def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int) -> int:

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -16,7 +17,6 @@ from rich.text import Text
 from flux.bench.model import (
     Bar,
     Derived,
-    OverBest,
     Row,
     Summary,
     bar_over_16_bits,
@@ -107,11 +107,6 @@ def _peer(row: Row, d: Derived, bar: Bar) -> str:
     return f"{_ms(d.peer)} {d.peer_name}" if d.peer_name else "–"
 
 
-def _over_best(row: Row, d: Derived, bar: Bar) -> str | Text:
-    found = over_best(row)
-    return "–" if found is None else _judged(found.ratio, found.ratio <= _NEAR_BEST, 3)
-
-
 def _plan(row: Row, d: Derived, bar: Bar) -> str | Text:
     if not row.plan:
         return "–"
@@ -137,8 +132,11 @@ def _fast(row: Row) -> str:
     return "–" if found is None else f"{_ms(found[0])} {found[1]}"
 
 
-def _of_best(cell: Callable[[OverBest], str]) -> Callable[[Row, Derived, Bar], str]:
-    return lambda r, d, b: "–" if (found := over_best(r)) is None else cell(found)
+def _swept(
+    cell: Callable[[float, list[tuple[float, str]]], str | Text],
+) -> Callable[[Row, Derived, Bar], Any]:
+    """A cell of what was planned, and of all choices of a sweep."""
+    return lambda r, d, b: "–" if (found := over_best(r)) is None else cell(*found)
 
 
 _MODEL = Column("model", lambda r, d, b: r.name, "left")
@@ -169,7 +167,6 @@ _OVER_16_BITS = Column("over bf16", lambda r, d, b: _over_16_bits(r))
 _FAST = Column("fast sums", lambda r, d, b: _fast(r), "left", spare=4)
 _COPY = Column("copy", _COMM.cell)
 _OF_COPY = Column("of copy's speed", lambda r, d, b: _ratio(d.comm / d.flux if d.comm and d.flux else None))
-_BEST_MS = Column("best", _of_best(lambda found: _ms(found.best)))
 _CHECK = Column(
     "check", lambda r, d, b: Text(r.check, style="green" if r.ok else "bold red"), "left", spare=1
 )
@@ -188,48 +185,38 @@ _CPU = [
 ]
 
 
-def _expected(row: Row, name: str) -> float | None:
-    us: float | None = dict((row.plan or {}).get("candidates", [])).get(name)
-    return us / 1e3 if us else None
-
-
-def _best_expected(row: Row, d: Derived, bar: Bar) -> str:
-    found = over_best(row)
-    return "–" if found is None else _ms(_expected(row, found.ranked[0][1]))
-
-
-def _next_best(found: OverBest) -> str:
-    return ", ".join(f"{name} {ms:.3f}" for ms, name in found.ranked[1:4])
-
-
 _SWEEP = [
-    Column("model", lambda r, d, b: f"{r.model} ({r.pattern})" if r.op == "gemm" else r.model, "left"),
-    _M,
-    Column("N × K", _N_K.cell),
+    *(_PATTERN, _M, Column("N × K", _N_K.cell)),
     Column("plan", lambda r, d, b: str((r.plan or {}).get("config", "–")), "left"),
-    Column("plan ms", _of_best(lambda found: _ms(found.plan))),
-    Column("expected", lambda r, d, b: _ms((r.plan or {}).get("time_us", 0) / 1e3 or None)),
-    Column("best", _of_best(lambda found: found.ranked[0][1]), "left"),
-    Column("best ms", _BEST_MS.cell),
-    Column("expected", _best_expected),
-    Column("plan/best", _over_best),
-    Column("next best", _of_best(_next_best), "left"),
+    Column("plan ms", _swept(lambda plan, ranked: _ms(plan))),
+    Column("best", _swept(lambda plan, ranked: ranked[0][1]), "left"),
+    Column("best ms", _swept(lambda plan, ranked: _ms(ranked[0][0]))),
+    Column(
+        "plan/best",
+        _swept(lambda plan, ranked: _judged(plan / ranked[0][0], plan <= _NEAR_BEST * ranked[0][0], 3)),
+    ),
+    Column(
+        "next best", _swept(lambda _, rank: ", ".join(f"{name} {ms:.3f}" for ms, name in rank[1:4])), "left"
+    ),
 ]
 
 
 def _sweep_footer(rows: list[Row]) -> Text:
     """The plan's choice against the best tile shape, and the error of the cost model."""
-    swept, lines = [(row, found) for row in rows if (found := over_best(row))], []
-    if swept:
-        ratios = [found.ratio for _, found in swept]
-        lines.append(f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
-    errors = [e / ms for row, found in swept for ms, name in found.ranked if (e := _expected(row, name))]
-    if errors:
+    swept = [
+        (dict((row.plan or {}).get("candidates", [])), *found) for row in rows if (found := over_best(row))
+    ]
+    if not swept:
+        return Text("nothing measured")
+    ratios = [plan / ranked[0][0] for _, plan, ranked in swept]
+    lines = [f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}"]
+    expected = [(of.get(name), ms) for of, _, ranked in swept for ms, name in ranked]
+    if errors := [us / 1e3 / ms for us, ms in expected if us]:
         lines.append(
             f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, "
             f"min {min(errors):.2f}, max {max(errors):.2f}"
         )
-    return Text("\n".join(lines) or "nothing measured")
+    return Text("\n".join(lines))
 
 
 def _columns(record: Record, op: str) -> list[Column]:
@@ -245,45 +232,35 @@ def _columns(record: Record, op: str) -> list[Column]:
     return [*_GPU_COLLECTIVE, *([_OVER_16_BITS] if scaled else []), *_TAIL]
 
 
-def bar_of(rows: list[Row]) -> Bar:
+def _bar_of(rows: list[Row]) -> Bar:
     return BARS.get(rows[0].kind if rows else "", Bar(row=1.0))
-
-
-def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Filled]]:
-    """The rows of one op, what is derived of them, and all columns of their table."""
-    rows = [row for row in record.rows if row.op == op]
-    if record.settings.get("all_configs"):
-        rows = [row for row in rows if over_best(row)]
-    bar, derived = bar_of(rows), [record.derived(row) for row in rows]
-    columns = [
-        (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
-        for column in _columns(record, op)
-    ]
-    return rows, derived, columns
 
 
 def title_of(record: Record, row: Row) -> str:
     return f"{row.op} · {record.ranks(row)} · {row.dtype}"
 
 
-def table_title(record: Record, op: str) -> str:
-    if record.settings.get("all_configs"):
-        return f"{op} · every tile shape · ms"
-    row = next(row for row in record.rows if row.op == op)
-    return f"{title_of(record, row)} · ms per call, median of {record.settings.get('rounds')} rounds"
-
-
 def table(record: Record, op: str, width: int = _WIDE) -> Table:
-    rows, _, columns = filled(record, op)
-    out = Table(title=table_title(record, op), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    for column, _ in _fit(columns, width):
+    """All rows of one op, in the columns that fit into ``width`` characters."""
+    rows, sweep = [row for row in record.rows if row.op == op], bool(record.settings.get("all_configs"))
+    title = f"{title_of(record, rows[0])} · ms per call, median of {record.settings.get('rounds')} rounds"
+    if sweep:
+        rows, title = [row for row in rows if over_best(row)], f"{op} · every tile shape · ms"
+    bar, derived = _bar_of(rows), [record.derived(row) for row in rows]
+    columns = [
+        (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
+        for column in _columns(record, op)
+    ]
+    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    shown = _fit(columns, width)
+    for column, _ in shown:
         out.add_column(column.title, justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
     previous = None
     for i, row in enumerate(rows):
         if previous is not None and (row.model, row.pattern) != previous:
             out.add_section()
         previous = (row.model, row.pattern)
-        out.add_row(*(cells[i] for _, cells in _fit(columns, width)))
+        out.add_row(*(cells[i] for _, cells in shown))
     return out
 
 
@@ -312,7 +289,7 @@ def _against(record: Record, op: str) -> str:
 def footer(record: Record, op: str) -> tuple[Text, Summary]:
     """Geometric means, the worst row, and how many rows are under the bar."""
     rows = [row for row in record.rows if row.op == op]
-    bar = bar_of(rows)
+    bar = _bar_of(rows)
     s = summarise(rows, [record.derived(row) for row in rows], bar)
     if record.settings.get("all_configs"):
         return _sweep_footer(rows), s

@@ -80,17 +80,10 @@ class _Workspaces:
             memory[nbytes - 2 * self._exchange_bytes :] = 0xFF
         torch.cuda.synchronize(self._device)
         peers = [memory.data_ptr() for memory in self._memory]
+        sizes = (self._signal_bytes, self._slot_bytes, self._exchange_bytes)
+        deadline = int(self._timeout_s * 1e9)
         self._buffers = [
-            _native.core.SymmBuffer(
-                rank,
-                len(peers),
-                peers,
-                self._signal_bytes,
-                self._slot_bytes,
-                self._exchange_bytes,
-                error.data_ptr(),
-                int(self._timeout_s * 1e9),
-            )
+            _native.core.SymmBuffer(rank, len(peers), peers, *sizes, error.data_ptr(), deadline)
             for rank, error in enumerate(self._errors)
         ]
         self.epochs = [0] * len(peers)
@@ -182,21 +175,10 @@ class EmulatedRanks:
             staging = None
             if copied:
                 staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
-            torch.ops.flux._gemm_rs(
-                xs[rank],
-                weights[rank],
-                bias,
-                outs[rank],
-                transpose_weight,
-                workspaces.address(rank),
-                config,
-                num_sms,
-                epoch,
-                chunks,
-                staging,
-                rounds_own,
-                **_of_rank(xs, scales, rank),
-            )
+            given = (xs[rank], weights[rank], bias, outs[rank], transpose_weight)
+            how = (config, num_sms, epoch, chunks, staging, rounds_own)
+            of_scales = _of_rank(xs, scales, rank)
+            torch.ops.flux._gemm_rs(*given, workspaces.address(rank), *how, **of_scales)
 
         self._launch(launch, join, absent)
         return outs
@@ -241,21 +223,10 @@ class EmulatedRanks:
         def launch(rank: int) -> None:
             bias = None if biases is None else biases[rank]
             epoch = self._copy_epoch(rank, copied, next_=not reuse)
-            address = workspaces.address(rank)
-            torch.ops.flux._ag_gemm(
-                xs[rank],
-                weights[rank],
-                bias,
-                outs[rank],
-                transpose_weight,
-                address,
-                config,
-                num_sms,
-                epoch,
-                chunk_rows if copied else 0,
-                reuse,
-                **_of_rank(xs, scales, rank),
-            )
+            given = (xs[rank], weights[rank], bias, outs[rank], transpose_weight)
+            how = (config, num_sms, epoch, chunk_rows if copied else 0, reuse)
+            of_scales = _of_rank(xs, scales, rank)
+            torch.ops.flux._ag_gemm(*given, workspaces.address(rank), *how, **of_scales)
 
         self._launch(launch, join, absent)
         return outs
@@ -312,22 +283,10 @@ class EmulatedRanks:
 
         def launch(rank: int) -> None:
             own, total = made[rank], sums[rank]
-            torch.ops.flux._gemm_ar(
-                xs[rank],
-                weights[rank],
-                bias,
-                total if own is None else own.normalised,
-                transpose_weight,
-                self._stored.address(rank),
-                config,
-                self._num_sms_in_clusters,
-                mode,
-                residual,
-                end.norm_weight,
-                end.eps,
-                None if own is None else total,
-                **end.for_kernel(own),
-            )
+            first, second = (total, None) if own is None else (own.normalised, total)
+            given = (xs[rank], weights[rank], bias, first, transpose_weight, self._stored.address(rank))
+            how = (config, self._num_sms_in_clusters, mode, residual, end.norm_weight, end.eps, second)
+            torch.ops.flux._gemm_ar(*given, *how, **end.for_kernel(own))
 
         self._launch(launch, join, absent)
         return _with_norms(sums, made)

@@ -75,18 +75,9 @@ class EmulatedMoeRanks(EmulatedRanks):
         scratch = [empty(layouts[0].route_scratch_words) for _ in range(p)]
 
         def launch(rank: int) -> None:
-            torch.ops.flux._moe_route(
-                ids[rank],
-                weights[rank],
-                arrays[rank],
-                all_weights[rank],
-                scratch[rank],
-                self._stored.address(rank),
-                rank,
-                ep_size,
-                num_experts,
-                BLOCK_M,
-            )
+            given = (ids[rank], weights[rank], arrays[rank], all_weights[rank], scratch[rank])
+            how = (rank, ep_size, num_experts, BLOCK_M)
+            torch.ops.flux._moe_route(*given, self._stored.address(rank), *how)
 
         self._kept += scratch
         self._launch(launch, join, absent)
@@ -109,20 +100,10 @@ class EmulatedMoeRanks(EmulatedRanks):
         number = 0 if activation is None else ACTIVATIONS.index(activation) + 1
 
         def launch(rank: int) -> None:
-            torch.ops.flux._moe_ag_scatter_gemm(
-                xs[rank],
-                weights[rank],
-                self._arrays[rank],
-                case.ep_size,
-                case.num_experts,
-                case.top_k,
-                case.max_tokens,
-                number,
-                outs[rank],
-                self._stored.address(rank),
-                config,
-                self.num_sms,
-            )
+            layout = (case.ep_size, case.num_experts, case.top_k, case.max_tokens)
+            given = (xs[rank], weights[rank], self._arrays[rank], *layout, number, outs[rank])
+            how = (self._stored.address(rank), config, self.num_sms)
+            torch.ops.flux._moe_ag_scatter_gemm(*given, *how)
 
         self._launch(launch, join, ())
         return outs
@@ -150,21 +131,10 @@ class EmulatedMoeRanks(EmulatedRanks):
         outs = [xs[0].new_full((tokens, case.hidden), 7) for tokens in case.tokens]
 
         def launch(rank: int) -> None:
-            torch.ops.flux._moe_gemm_gather_rs(
-                xs[rank],
-                weights[rank],
-                self._arrays[rank],
-                self._weights,
-                case.ep_size,
-                case.num_experts,
-                products[rank],
-                outs[rank],
-                self._stored.address(rank),
-                config,
-                tiles_per_chunk,
-                communication_ctas,
-                self.num_sms,
-            )
+            given = (xs[rank], weights[rank], self._arrays[rank], self._weights)
+            layout = (case.ep_size, case.num_experts, products[rank], outs[rank])
+            how = (config, tiles_per_chunk, communication_ctas, self.num_sms)
+            torch.ops.flux._moe_gemm_gather_rs(*given, *layout, self._stored.address(rank), *how)
 
         self._kept += products
         self._launch(launch, join, ())
