@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import os
 import platform
@@ -19,7 +18,6 @@ from flux import _env, _native, machine
 
 # Below this, a moderate CPU call cannot allocate its workspace (a default container has 64 MiB in all).
 _SHM_FREE_MIB = 256
-_CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132
 
 
 @dataclass(frozen=True)
@@ -102,32 +100,11 @@ def gpus() -> Iterator[Finding]:
 
 
 def multicast() -> Iterator[Finding]:
-    """Reads a device attribute and three variables. Nothing here may ever create a multicast object."""
-    if not torch.cuda.is_available():
-        return
-    section = "multicast"
-    answers = [_multicast_attribute(i) for i in range(torch.cuda.device_count())]
-    told = ", ".join("unknown" if a is None else "yes" if a else "no" for a in answers)
-    yield Finding(section, "driver offers it", f"{told} (flux never uses it)")
-    for name, off in machine.NO_MULTICAST.items():
+    """Reads three variables. Nothing here may ever create a multicast object."""
+    for name, off in machine.NO_MULTICAST.items() if torch.cuda.is_available() else ():
         value = os.environ.get(name)
-        yield Finding(
-            section, name, "not set" if value is None else f"{value}{' (off)' if value == off else ''}"
-        )
-
-
-def _multicast_attribute(index: int) -> bool | None:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        value, device = ctypes.c_int(-1), ctypes.c_int(-1)
-        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
-            return None
-        attribute = _CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-        if cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return bool(value.value)
+        shown = "not set" if value is None else f"{value}{' (off)' if value == off else ''}"
+        yield Finding("multicast, which flux never uses", name, shown)
 
 
 def environment() -> Iterator[Finding]:
