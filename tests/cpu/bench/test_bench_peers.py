@@ -141,34 +141,31 @@ def stand_ins() -> dict[str, ModuleType]:
     }
 
 
-def measured(rank: int, world_size: int, op: str, wrong: bool) -> Row:
+OPS = {"all_reduce": "", "all_reduce_norm": "", "gemm_ar": "torch+", "gemm_ar_norm": "torch+"}
+
+
+def measured(rank: int, world_size: int) -> list[dict[str, Row]]:
+    """By operator, with right packages and with a wrong one."""
     context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
-    pattern = "local" if op == "gemm" else op.removesuffix("_norm")
-    problem = Problem(op, "custom", pattern, 6, 64, 32)
-    settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
-    with (
-        mock.patch.dict(sys.modules, stand_ins()),
-        mock.patch.object(CustomAllreduce, "wrong", wrong),
-    ):
-        return measure(problem, context, CpuTimer(context.group), settings)
+    told: list[dict[str, Row]] = [{}, {}]
+    for wrong in (False, True):
+        stand_in = mock.patch.object(CustomAllreduce, "wrong", wrong)
+        for op in OPS:
+            problem = Problem(op, "custom", op.removesuffix("_norm"), 6, 64, 32)
+            settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
+            with mock.patch.dict(sys.modules, stand_ins()), stand_in:
+                told[wrong][op] = measure(problem, context, CpuTimer(context.group), settings)
+    return told
 
 
-def test_peers_of_packages_are_timed() -> None:
-    for op, prefix in (
-        ("all_reduce", ""),
-        ("all_reduce_norm", ""),
-        ("gemm_ar", "torch+"),
-        ("gemm_ar_norm", "torch+"),
-    ):
-        row = spawn(measured, 2, op, False, backend="gloo", timeout_s=120)[0]
+def test_peers_of_packages_are_timed_unless_they_are_wrong() -> None:
+    right, wrong = spawn(measured, 2, backend="gloo", timeout_s=120)[0]
+    for op, prefix in OPS.items():
+        row = right[op]
         roles = {name: timing.role for name, timing in row.times.items()}
         assert roles[f"{prefix}vLLM"] == roles[f"{prefix}FlashInfer"] == "peer", row.notes
         assert not row.notes
-
-
-def test_a_wrong_peer_is_not_timed() -> None:
-    for op in ("all_reduce", "gemm_ar_norm"):
-        row = spawn(measured, 2, op, True, backend="gloo", timeout_s=120)[0]
+        row = wrong[op]
         assert not any("vLLM" in name for name in row.times)
         assert any("vLLM could not run: wrong: " in note for note in row.notes), row.notes
         assert any("FlashInfer" in name for name in row.times)
