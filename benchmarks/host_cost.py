@@ -147,48 +147,27 @@ def vllms_experts(group: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def vllms_pairs(group: Any) -> dict[str, Callable[[], object]]:
-    """A row-parallel layer of 8192 columns, and the norm and the layer behind it, sequence parallel in vLLM:
-    as two operators and as one, with a class for weights like vLLM's, as it is and as flux leaves it.
+def vllms_pair(group: Any) -> dict[str, Callable[[], object]]:
+    """A row-parallel layer of 8192 columns, and the norm and the layer behind it, sequence parallel in vLLM,
+    with a class for weights like vLLM's, as flux leaves it.
     """
     import torch
 
     from flux.integrations.vllm import op, rows  # noqa: F401  (rows defines operators)
 
+    class Weight(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, {} if kwargs is None else kwargs)
+
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="cuda:0")
 
-    def weights_of(passed_by: bool) -> Any:
-        class Weight(torch.nn.Parameter):
-            @classmethod
-            def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if kwargs is None:
-                    kwargs = {}
-                return super().__torch_function__(func, types, args, kwargs)
-
-        assert not passed_by or op.pass_by(Weight)
-        return Weight
-
-    def case(joined: bool, passed_by: bool) -> Callable[[], object]:
-        ours, weight, tokens = torch.ops.flux_vllm, weights_of(passed_by), 1024
-        x, residual, norm = tensor(tokens, 4096), tensor(tokens, 8192), (tensor(8192), 1e-5)
-        down, up = (weight(tensor(*shape), requires_grad=False) for shape in ((8192, 4096), (14336, 8192)))
-        name = group.group_name
-        if joined:
-            call, of_sum = ours.scatter_norm_gather.default, (x, down, None, name, residual, False)
-            return lambda: call(*of_sum, *norm, up, None)
-
-        def apart() -> None:
-            total = ours.linear_scatter.default(x, down, None, 1, name, "tp:0", residual, False, 0)
-            ours.norm_gather_linear.default(total, *norm, up, None, 0, name)
-
-        return apart
-
-    return {
-        "vLLM's sum and product": case(False, False),
-        "the same, joined": case(True, False),
-        "the same, joined, passed by": case(True, True),
-    }
+    assert op.pass_by(Weight)
+    x, residual, norm = tensor(1024, 4096), tensor(1024, 8192), (tensor(8192), 1e-5)
+    down, up = (Weight(tensor(*shape), requires_grad=False) for shape in ((8192, 4096), (14336, 8192)))
+    given = (x, down, None, group.group_name, residual, False, *norm, up, None)
+    return {"vLLM's sum and product": lambda: torch.ops.flux_vllm.scatter_norm_gather.default(*given)}
 
 
 def calls_of_cuda(call: Callable[[], object]) -> tuple[int, int]:
@@ -323,7 +302,7 @@ def main() -> None:
             counts = [f"{row[key]:9}" for key in ("python_calls", "cuda_calls", "enqueued")]
             print(f"{name:26}{''.join(figures)}{''.join(counts)}", flush=True)
     with torch.inference_mode():
-        for name, call in {**vllms_pairs(group), **vllms_experts(group)}.items():
+        for name, call in {**vllms_pair(group), **vllms_experts(group)}.items():
             if options.only and name not in options.only:
                 continue
             row = measured_sequence(call)

@@ -57,7 +57,6 @@ if [ "$gpus" -gt 1 ]; then
   for nodes in 2 4; do
     [ $((gpus % nodes)) = 0 ] && [ "$gpus" -gt $nodes ] || continue
     step nodes verify-$nodes-nodes 300 -m flux verify --nodes $nodes
-    bench nodes $nodes-nodes --nodes $nodes
   done
 fi
 bench dense gemm gemm --tp "$gpus"

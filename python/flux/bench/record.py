@@ -23,7 +23,6 @@ class _Settings(TypedDict, total=False):
     """Those that tables and pictures depend on."""
 
     world: Count
-    nodes: Count
     link_gb_per_s: Positive
     all_configs: bool
 
@@ -65,9 +64,6 @@ class Record:
 
     def ranks(self, row: Row) -> str:
         """How many ranks a row ran on, as titles say it."""
-        nodes = self.settings.get("nodes", 1)
-        if nodes > 1:
-            return f"{nodes} nodes x {self.settings['world'] // nodes}, emulated"
         if self.device == "cpu":
             return f"{self.settings.get('world', row.tp)} processes"
         # For mixtures of experts, the variant names the parallelism.

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import flux
 from flux import _env, machine
 from flux.bench.cases import OPS, gemm
-from flux.bench.cases.common import Candidate, Context, collectives
+from flux.bench.cases.common import Candidate, Context
 from flux.bench.model import (
     FP8,
     FP8_RESULT,
@@ -38,7 +38,7 @@ class Settings:
     """Everything that decides what is measured.
 
     world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
-    which flux runs beside its plan; nodes: on which the ranks are emulated.
+    which flux runs beside its plan.
     """
 
     problems: tuple[Problem, ...]
@@ -56,7 +56,6 @@ class Settings:
     skipped: tuple[str, ...] = ()
     timeout_s: float = 3600.0
     ways: tuple[str, ...] = ("parts",)
-    nodes: int = 1
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -105,7 +104,6 @@ def run(settings: Settings, by: Callable[..., Any] | None = None, *more: Any, **
         timeout_s=settings.timeout_s,
         backend=backend,
         env=env,
-        ranks_per_node=settings.world // settings.nodes if settings.nodes > 1 else None,
     )
     return of_ranks[0]
 
@@ -175,16 +173,11 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     lineup = prepare(problem, context)
     row.plan, row.notes = lineup.plan, lineup.notes
     roles = {c.role for c in lineup.candidates}
-    if settings.nodes > 1:
-        each = settings.world // settings.nodes
-        row.notes.append(f"emulated: {settings.nodes} nodes x {each} on one machine, whose links are others")
     if not row.ok:
         roles -= {"flux", "config", "int8"}
     if settings.alone:
         roles &= {"flux", "config", "gemm"}
     candidates = [c for c in lineup.candidates if c.role in roles]
-    if settings.nodes > 1:  # other peers use symmetric memory, which nodes do not share
-        candidates = [c for c in candidates if c.role != "peer" or c.name == collectives(context)]
     if not candidates:
         return row
     _time(row, candidates, timer, settings)

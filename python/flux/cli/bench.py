@@ -24,7 +24,6 @@ from flux.cli import options
 from flux.cli.options import counted, file, flag, named, real
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
-from flux.plan.nodes import SCHEDULES
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
@@ -47,7 +46,6 @@ class Asked:
     tp: int | None = None
     ep: tuple[int, ...] = ()
     imbalance: tuple[str, ...] = ()
-    nodes: int | None = None
     cpu: bool = False
 
     @classmethod
@@ -91,7 +89,7 @@ def choose_problems(
             if spec.collective and spec.deals_rows and problem.m % tp:
                 raise ValueError(f"{op}: m must be divisible by the {tp} ranks, got m={problem.m}")
             problem.local(tp)
-        if not rows and suite is not None and asked.ops and not asked.nodes:
+        if not rows and suite is not None and asked.ops:
             skipped.setdefault(f"suite {suite.name} has no shape for it", []).append(op)
         problems += rows
     return problems, [f"{', '.join(names)} left out: {why}" for why, names in skipped.items()]
@@ -117,7 +115,6 @@ def choose(asked: Asked) -> Settings:
     of_models = [op for op in ops if OPS[op].rows is not None]
     _check_shapes(asked, ops, of_models)
     gpus = 0 if asked.cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    ops = _on_nodes(ops, asked)
     world, tp = _world(asked, gpus)
     # Ops that are measured on models have their own names, and are not part of the main job.
     ops = ops or [
@@ -135,7 +132,6 @@ def choose(asked: Asked) -> Settings:
     problems = [replace(problem, scales=kind) for problem in problems for kind in kinds] or problems
     if not problems:
         raise ValueError(f"bench: nothing to measure: {'; '.join(skipped) or 'the suite has no such shape'}")
-    schedules = tuple(dict.fromkeys(s for of in SCHEDULES.values() for s in of))
     return Settings(
         problems=tuple(problems),
         suite=chosen.name if chosen else "models",
@@ -144,8 +140,6 @@ def choose(asked: Asked) -> Settings:
         tp=tp,
         dtype=dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32"),
         skipped=tuple(skipped),
-        nodes=asked.nodes or 1,
-        ways=schedules if asked.nodes else ("parts",),
         iters=20 if gpus else 5,
         rounds=7 if gpus else 5,
     )
@@ -180,7 +174,6 @@ def _world(asked: Asked, gpus: int) -> tuple[int, int]:
     if world is None:
         # --tp without --world: as many processes as that, if the machine has them.
         world = min(tp or gpus, gpus) if gpus else tp or _CPU_PROCESSES
-        world -= world % (asked.nodes or 1)
     if gpus and world > gpus:
         raise ValueError(
             f"bench: --world expected to be at most {gpus}, the GPUs of this machine, got {world}"
@@ -214,25 +207,6 @@ def _measurable(ops: tuple[str, ...], scaled: bool) -> list[str]:
             raise ValueError(f"bench: {op} expected with {what}")
         found += can
     return list(dict.fromkeys(found))
-
-
-def _on_nodes(ops: list[str], asked: Asked) -> list[str]:
-    """The ops to measure on emulated nodes: those that were asked for, or all that have schedules for nodes.
-
-    Raises ValueError naming the option to mend.
-    """
-    if asked.nodes is None:
-        return ops
-    if options.torchrun() is not None:
-        raise ValueError(
-            "bench: --nodes expected without torchrun, where FLUX_NODE says which node a rank is on"
-        )
-    options.check_nodes("bench", asked.nodes, asked.world, asked.cpu)
-    possible = [op for op in OPS if op in SCHEDULES]
-    for op in ops:
-        if op not in possible:
-            raise ValueError(f"bench: --nodes expected with {', '.join(possible)}, got {op}")
-    return ops or possible
 
 
 def command(
@@ -280,10 +254,6 @@ def command(
             "moe: standard deviation of the experts' loads, 0 to 1, zipf or hot; may be repeated.",
             metavar="STD",
         ),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        counted("The ranks on so many nodes, emulated on this machine.", least=2, most=MAX_WORLD_SIZE),
     ] = None,
     json_file: Annotated[Path | None, file("Write the result here, row by row.", "--json")] = None,
     plot: Annotated[Path | None, file("Draw the result (png, pdf, svg; needs matplotlib).")] = None,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
@@ -206,18 +205,3 @@ def check_target(name: str, path: Path | None) -> None:
     except OSError as error:
         what = f"expected a file that can be written, got {str(path)!r}"
         raise ValueError(f"{name} {what}: {error.strerror}") from error
-
-
-def check_nodes(command: str, nodes: int | None, world: int | None, cpu: bool) -> None:
-    """Checks --nodes: on how many emulated nodes the ranks are.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    if nodes is None:
-        return
-    if world is not None and world % nodes:
-        raise ValueError(f"{command}: --world expected a multiple of --nodes {nodes}, got {world}")
-    gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    if gpus and (world or nodes) > gpus:
-        raise ValueError(f"{command}: --nodes expected at most {gpus}, the GPUs of this machine, got {nodes}")

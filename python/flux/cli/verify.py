@@ -105,7 +105,13 @@ def command(
     options.only_rank_0()
     with options.refusing():
         options.check_target("verify: --json", json_file)
-        options.check_nodes("verify", nodes, world, cpu)
+        if world is not None and nodes is not None and world % nodes:
+            raise ValueError(f"verify: --world expected a multiple of --nodes {nodes}, got {world}")
+        gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+        if nodes is not None and gpus and (world or nodes) > gpus:
+            raise ValueError(
+                f"verify: --nodes expected at most {gpus}, the GPUs of this machine, got {nodes}"
+            )
     machine.disable_multicast()
     outcomes: list[Outcome] = []
     for run in plan_runs(world, cpu, timeout, nodes or 1):

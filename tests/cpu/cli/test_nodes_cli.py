@@ -31,64 +31,17 @@ def test_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(outcome["case"] == "expert parallel across nodes" for outcome in outcomes)
 
 
-def test_bench_rows_say_that_they_are_emulated(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    arguments = [
-        "gemm_rs",
-        "all_reduce",
-        "--nodes",
-        "2",
-        "--n",
-        "64",
-        "--k",
-        "64",
-        "--m",
-        "64",
-        "--rounds",
-        "1",
-    ]
-    done = runner.invoke(app, ["bench", *arguments, "--iters", "1", "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    assert "2 nodes x 2, emulated" in done.output
-    told = json.loads(path.read_text())
-    assert told["settings"]["nodes"] == 2
-    scatter, reduce = told["rows"]
-    assert {"flux", "torch+gloo", "flux, blocks", "flux, one launch"} <= set(scatter["times"])
-    assert {"flux", "gloo", "flux, node sums", "flux, shards", "flux, composed"} <= set(reduce["times"])
-    for row in told["rows"]:
-        assert row["check"] == "exact" and row["plan"]["way"] == "two-level"
-        assert any(note.startswith("emulated: 2 nodes x 2 on one machine") for note in row["notes"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["verify", "--nodes", "3", "--world", "4"], "--world expected a multiple of --nodes 3, got 4"),
-        (
-            ["bench", "gemm", "--nodes", "2"],
-            "--nodes expected with gemm_rs, ag_gemm, gemm_ar, gemm_ar_norm, all_reduce, got gemm",
-        ),
-        (["bench", "moe", "--nodes", "2"], "got moe"),
         (["doctor", "--links", "x.json"], "--links expected with --nodes"),
-        (["bench", "--nodes", "1"], "--nodes"),
     ],
 )
 def test_refused(arguments: list[str], told: str) -> None:
     done = runner.invoke(app, arguments)
     assert done.exit_code == 2
     assert told in " ".join((done.output + done.stderr).split())
-
-
-def test_bench_under_torchrun_is_told_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    done = runner.invoke(app, ["bench", "--nodes", "2"])
-    assert done.exit_code == 2 and "where FLUX_NODE says" in " ".join((done.output + done.stderr).split())
 
 
 def test_doctor_measures_what_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from flux.bench.timing import Call, all_max, captured
 from flux.comm import registry
 from flux.measured.times import Tuning
 from flux.plan.choose import ways_of
-from flux.plan.nodes import SCHEDULES
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]  # one call, of a weight
@@ -126,9 +125,8 @@ class Lineup:
     def ours(self, op: str, step: Callable[[dist.ProcessGroup], Step]) -> None:
         """flux's `op` as planned, and in each way that the context's twins say. step: of their groups."""
         self.add("flux", "flux", step(self.context.ranks))
-        ways = (*ways_of(op), *SCHEDULES.get(op, ()))
         for way, group in self.context.twins.items():
-            if way in ways:
+            if way in ways_of(op):
                 self.add(in_way(way), "parts", step(group))
 
     def attempt(self, name: str, make: Callable[[], Candidate]) -> None:
