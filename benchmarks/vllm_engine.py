@@ -11,7 +11,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import statistics
@@ -26,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import vllm_trace
 from vllm_models import Model, write_tokenizer
 
 # The name of a run (vllm_throughput.py).
@@ -348,7 +346,7 @@ class Commands:
 
     def forced(self, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
         """Per prompt and position but the first: {token: logprob} of the prompt's and the best token."""
-        answers = self._generate(prompts, [1] * len(prompts), prompt_logprobs=1)
+        answers = self._generate(prompts, 1, prompt_logprobs=1)
         return [[_logprobs(step) for step in answer.prompt_logprobs[1:]] for answer in answers]
 
     def prefill(self, prompts: list[list[int]]) -> float:
@@ -363,15 +361,6 @@ class Commands:
         """Seconds of `count` steps of all prompts at once: with them, less without them."""
         first = self._steady(prompts, 1)
         return self._steady(prompts, 1, 1 + count) - first
-
-    def trace(self, count: int, longest: int, _per_s: float, vocabulary: int) -> dict[str, Any]:
-        """Seconds of the first requests of vllm_trace.py, all at once."""
-        draw = random.Random(vllm_trace.SEED)
-        wanted = vllm_trace.requests(count, longest)
-        prompts = [random_prompt(draw, each.prompt, vocabulary) for each in wanted]
-        start = time.perf_counter()
-        self._generate(prompts, [each.answer for each in wanted])
-        return {"seconds": time.perf_counter() - start}
 
     def state(self) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = self.llm.collective_rpc("probe_state")
@@ -389,20 +378,15 @@ class Commands:
 
     def _timed(self, prompts: list[list[int]], count: int) -> float:
         start = time.perf_counter()
-        self._generate(prompts, [count] * len(prompts))
+        self._generate(prompts, count)
         return time.perf_counter() - start
 
-    def _generate(self, prompts: list[list[int]], counts: list[int], **more: int) -> Any:
+    def _generate(self, prompts: list[list[int]], count: int, **more: int) -> Any:
         from vllm import SamplingParams
 
         greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, **more}
-        sampling = [SamplingParams(max_tokens=count, min_tokens=count, **greedy) for count in counts]
+        sampling = SamplingParams(max_tokens=count, min_tokens=count, **greedy)
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-
-
-def random_prompt(draw: random.Random, length: int, vocabulary: int) -> list[int]:
-    """Without the ends of the vocabulary, which may be special."""
-    return [draw.randrange(3, vocabulary - 12) for _ in range(length)]
 
 
 def _logprobs(step: dict[int, Any]) -> dict[int, float]:

@@ -112,7 +112,7 @@ class Client:
             states: list[dict[str, Any]] = json.load(reply)["results"]
         return states
 
-    def trace(self, count: int, longest: int, per_s: float, _vocabulary: int) -> dict[str, Any]:
+    def trace(self, count: int, longest: int, per_s: float) -> dict[str, Any]:
         """Of the first requests of vllm_trace.py, which arrive `per_s` a second, 0: all at once: seconds,
         tokens of answers a second, seconds to first and to further tokens. Raises RuntimeError if a request
         was not answered in full.

@@ -21,9 +21,9 @@ every metric the median counts.
 - prefill: prompts' tokens per second until each prompt has its first token.
 - prompt N (--prompts): the same of a single prompt of N tokens.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
-- trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
-  all at once. With --api-server only this is measured: requests go to `vllm serve` by HTTP (vllm_server.py);
-  with --arrivals, also the times to their first and further tokens if so many arrive in a second.
+- trace (--api-server, instead of these): tokens of answers per second of 2,000 requests with random lengths,
+  always the same (vllm_trace.py), by HTTP to `vllm serve` (vllm_server.py), all at once; with --arrivals,
+  also the times to their first and further tokens if so many arrive in a second.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
   far two stock engines are apart that only sum in another order: flux should not be further.
 
@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_compare import compare_all, faults_of
-from vllm_engine import RUN, Engine, Gone, Settings, random_prompt, stop
+from vllm_engine import RUN, Engine, Gone, Settings, stop
 from vllm_models import MODELS, POSITIONS, TWINS, Model
 from vllm_trace import requests
 
@@ -72,8 +72,8 @@ LEAST_TRACE_S = 20
 class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
     trace: how many requests; arrivals: how many of them in a second, for each way to serve them (0: all at
-    once; others by HTTP); trace_rounds: how often; singles: tokens of prompts that come alone; api_server:
-    the trace only, by HTTP."""
+    once); trace_rounds: how often; singles: tokens of prompts that come alone; api_server: only the trace, by
+    HTTP."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -151,7 +151,8 @@ class Measurement:
         work, generator = self.work, random.Random(0)
 
         def prompts(*lengths: int) -> list[list[int]]:
-            return [random_prompt(generator, n, self.model.vocabulary) for n in lengths]
+            # Without the ends of the vocabulary, which may be special.
+            return [[generator.randrange(3, self.model.vocabulary - 12) for _ in range(n)] for n in lengths]
 
         self.keep("state_at_start", self.each("state"))
         if work.api_server:
@@ -179,23 +180,21 @@ class Measurement:
         self.forced_prompts = prompts(*[length] * count)
         self.keep("forced", self.each("forced", self.forced_prompts))
         write()
-        self.take_traces(write)
         self.keep("state", self.each("state"))
 
     def take_traces(self, write: Callable[[], None]) -> None:
         work, model = self.work, self.model
         if not work.trace or not self.has_time(time.monotonic(), 0, LEAST_TRACE_S * len(self.engines)):
             return
-        self.each("trace", -(-work.trace // WARM_UP_SHARE), model.length, 0.0, model.vocabulary)
+        self.each("trace", -(-work.trace // WARM_UP_SHARE), model.length, 0.0)
         start = time.monotonic()
         for turn in range(work.trace_rounds):
             if not self.has_time(start, turn):
                 say(f"no time for more than {turn} traces")
                 break
             for per_s in work.arrivals:
-                arguments = (work.trace, model.length, per_s, model.vocabulary)
-                answers = self.each("trace", *arguments, rotate=turn)
-                for run, answer in answers.items() if work.api_server else ():
+                answers = self.each("trace", work.trace, model.length, per_s, rotate=turn)
+                for run, answer in answers.items():
                     traces = self.runs[run].setdefault("traces", {})
                     traces.setdefault(f"{per_s:g} per s" if per_s else "at once", []).append(answer)
                 if not per_s:

@@ -150,9 +150,9 @@ def test_answers_that_are_missing_are_no_sample(
         monkeypatch.setattr(server, "run_client", lambda options, found=found: found)
         if lacks:
             with pytest.raises(RuntimeError, match="of 3 answers"):
-                client.trace(3, 512, 2.0, 100)
+                client.trace(3, 512, 2.0)
             continue
-        assert client.trace(3, 512, 2.0, 100) == {
+        assert client.trace(3, 512, 2.0) == {
             "seconds": 2.0,
             "tokens_per_s": 30.0,
             "first_s": {"median": 0.02, "p99": 0.05},

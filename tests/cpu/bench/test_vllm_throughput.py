@@ -64,19 +64,6 @@ def test_settings_are_those_of_the_run(
     assert environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
 
 
-def test_all_requests_of_a_trace_come_at_once(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = importlib.import_module("vllm_engine").Commands(None)
-    asked: list[tuple[list[int], list[int]]] = []
-
-    def generate(prompts: list[list[int]], counts: list[int]) -> None:
-        asked.append(([len(prompt) for prompt in prompts], counts))
-
-    monkeypatch.setattr(commands, "_generate", generate)
-    assert commands.trace(20, 512, 0.0, 100)["seconds"] > 0
-    wanted = benchmark.requests(20, 512)
-    assert asked == [([each.prompt for each in wanted], [each.answer for each in wanted])]
-
-
 def test_models(benchmark: Any) -> None:
     assert benchmark.MODELS.keys() == benchmark.TWINS.keys()
     llama, qwen = (benchmark.MODELS[name] for name in ("llama-3-8b", "qwen3-30b-a3b"))
@@ -290,7 +277,7 @@ class _Clock:
         self.asked.append(command)
         self.arguments.append(arguments)
         self.now += self.seconds
-        return {"seconds": self.seconds} if command == "trace" else self.seconds
+        return self.seconds
 
 
 def test_rounds_that_would_end_too_late_are_not_begun(
@@ -300,16 +287,13 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
     model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
     # The state first, and what warms up (prefill, two decodes); a round is these and the state; then come
-    # forced prompts, traces behind one that warms up, and the state.
-    limit = 10.0 + 30 + 3 * 40 + 10 + benchmark.LEAST_TRACE_S
+    # forced prompts and the state.
+    limit = 10.0 + 30 + 3 * 40 + 30
     measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
     written: list[int] = []
     measured.take_all(7, lambda: written.append(len(engine.asked)))
     assert engine.asked.count("prefill") == 4
-    assert written == [8, 12, 16, 17, 19], "after each round, the forced prompts and the trace"
-    traces = [given for asked, given in zip(engine.asked, engine.arguments, strict=True) if asked == "trace"]
-    assert [given[0] for given in traces] == [5, 20], "a part to warm up, and one: a second would be late"
-    assert len(measured.runs["stock-graph"]["samples_s"]["trace"]) == 1
+    assert written == [8, 12, 16, 17], "after each round and the forced prompts"
     measured.add_rates()
     assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
 
