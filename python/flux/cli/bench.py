@@ -20,13 +20,15 @@ from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import options
+from flux.cli import compare, history, options
 from flux.cli.options import counted, file, flag, named, real
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
+# What measures nothing, and the options that it takes.
+_OF_FILES = {"compare": {"ops"}, "history": {"ops", "model", "m"}, "--show": {"plot", "shown"}}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
 
 
@@ -290,11 +292,9 @@ def command(
             options.check_target("bench: --plot", plot)
             if plot == json_file:
                 raise ValueError(f"bench: --plot expected another file than --json, got {str(plot)!r}")
-        if shown is not None:
-            options.only_rank_0()
-            if idle := [p.opts[0] for p in ctx.command.params if p.name in given - {"plot", "shown"}]:
-                raise ValueError(f"bench: --show measures nothing, expected without {', '.join(idle)}")
-            show_file(shown, plot)
+        what = "--show" if shown is not None else ops[0] if ops and ops[0] in _OF_FILES else ""
+        if what:
+            _of_files(what, ctx, given)
             return
         if options.torchrun() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(
@@ -337,6 +337,23 @@ def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
         timeout_s=given["timeout"],
         **{name: given[name] for name in ("all_configs", "alone")},
     )
+
+
+def _of_files(what: str, ctx: typer.Context, given: set[str]) -> None:
+    """Shows a file; or `compare` and `history`, which have commands of their own since 0.3."""
+    options.only_rank_0()
+    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _OF_FILES[what]]:
+        raise ValueError(f"bench: {what} measures nothing, expected without {', '.join(idle)}")
+    of = ctx.params
+    if what == "--show":
+        show_file(of["shown"], of["plot"])
+        return
+    make_console(stderr=True).print(f"`flux bench {what}` is `flux {what}` now", highlight=False)
+    files = [Path(name) for name in of["ops"][1:]]
+    if what == "compare":
+        compare.command(files)
+    else:
+        history.command(files, of["model"], of["m"])
 
 
 def _explain_failure(error: SpawnError, settings: Settings) -> None:

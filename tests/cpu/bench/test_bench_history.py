@@ -57,3 +57,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         refused = invoke(*arguments)
         assert refused.exit_code == 2 and words in refused.stderr, refused.output
+
+
+def test_the_old_spelling_still_works(tmp_path: Path) -> None:
+    file = str(written(tmp_path, "2026-01-01", 1.0))
+    for words, status, said in (
+        (
+            ["history", file, "--model", "large", "--m", "512"],
+            0,
+            "`flux bench history` is `flux history` now",
+        ),
+        (["compare", file, file], 0, "`flux bench compare` is `flux compare` now"),
+        (["history", file, "--strict"], 2, "history measures nothing, expected without --strict"),
+        (["compare", file, file, "--m", "512"], 2, "expected without --m"),
+    ):
+        shown = CliRunner().invoke(app, ["bench", *words])
+        assert shown.exit_code == status and said in shown.stderr and shown.stderr.count("\n") == 1, (
+            shown.output
+        )
