@@ -96,7 +96,7 @@ _SUITE = "[suite]\nname='a'\ndtype='float16'\nm=[1]\n[[model]]\nname='x'\ngemm_r
     [
         ("m=[1]", "", "suite: suite: expected a field 'm'"),
         ("[[model]]", "[[other]]", "suite: expected a field 'model'|no field but suite, model"),
-        ("k=1", "", "model\\[0\\].gemm_rs: expected a field 'k'"),
+        (",k=1", "", "model\\[0\\].gemm_rs: expected a field 'k'"),
         ("name='x'", "", "model\\[0\\]: expected a field 'name'"),
         ("'float16'", "'b'", "suite.dtype: expected 'bfloat16' or 'float16' or 'float32', got 'b'"),
         ("[1]", "[0]", "suite.m\\[0\\]: expected a number from 1 .* got 0"),

@@ -132,7 +132,10 @@ def test_what_a_suite_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (b"not = toml = at all", "no TOML: Invalid value"),
         (b"\xff\xfe", "expected UTF-8, got 0xff"),
-        (b"[suite]\nname='a'\ndtype='float32'\nm=[1]\nmm=[2]\n", "[suite] expected keys of name|got 'mm'"),
+        (
+            b"[suite]\nname='a'\ndtype='float32'\nm=[1]\nmm=[2]\n[[model]]\nname='x'\n",
+            "suite: suite: expected no field but name|got 'mm'",
+        ),
     ],
 )
 def test_a_wrong_suite_names_its_file(tmp_path: Path, text: bytes, words: str) -> None:

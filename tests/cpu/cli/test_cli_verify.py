@@ -25,7 +25,7 @@ LATE = [RankFailure(rank, None, "") for rank in range(2)]
 def ending_with(failures: list[RankFailure], *written: Outcome) -> Callable[..., list[Any]]:
     """What stands for `spawn` of ranks that write this much and then fail."""
 
-    def spawn(fn: object, world: int, device: str, log: str, **options: object) -> list[Any]:
+    def spawn(fn: object, world: int, device: str, log: str, nodes: int, **options: object) -> list[Any]:
         with verify_log.writer(log) as write:
             for outcome in written:
                 write(outcome)

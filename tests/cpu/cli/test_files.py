@@ -371,6 +371,7 @@ OPENS = {
     "bench/plot.py": "`--plot`",
     "bench/suites/__init__.py": "`flux bench --suite`",
     "cli/options.py": "a name that nobody can guess",  # tries whether a target can be written
+    "cli/verify_cases.py": "`flux-verify-…`",
     "cli/verify_log.py": "`flux-verify-…`",
     "comm/shm.py": "`/dev/shm/flux-<pid>",
     "integrations/async_tp.py": "flux's own sources",
