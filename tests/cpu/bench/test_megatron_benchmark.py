@@ -113,9 +113,9 @@ def test_a_result_is_shown_and_stands_on_the_page(
     measurements, page = map(importlib.import_module, ("measurements", "results_page"))
     rows, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
     assert not rows and others[0].source.op == "megatron_model"
-    text = "\n".join(page.models(others))
+    text = "\n".join(page.models(others, ""))
     assert "| stock | 12.0 ms (1.50) ±50 % | 36.0 ms (1.50) ±0 % *host* | 2.0 GiB |" in text
-    assert "CUDA graph" not in text
+    assert "| graph |" not in text
 
 
 def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> Non
     (tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json").write_text(json.dumps(result))
     measurements, page = map(importlib.import_module, ("measurements", "results_page"))
     _, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
-    lines = "\n".join(page.models(others)).splitlines()
-    assert any(line.endswith("| training | training, CUDA graph | memory of a step |") for line in lines)
+    lines = "\n".join(page.models(others, "")).splitlines()
+    assert any(line.endswith("| training | graph | memory of a step |") for line in lines)
     assert [line.split("|")[4].strip() for line in lines if line.startswith(("| stock", "| flux |"))] == [
         "–",
         "5.0 ms (1.000) ±0 %",

@@ -38,7 +38,7 @@ def rows(file: Path) -> list[dict[str, object]]:
         return []
 
 
-def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tuning.json"
     sizes = [part for m in (2, 4, 8, 16, 32, 64) for part in ("--m", str(m))]
     arguments = ["tune", "gemm_ar", "gemm_rs", *_SHAPE, *sizes, "--out", str(file)]
@@ -58,7 +58,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     assert len(measured) == 12
     # Rows of the first run are as they were; only the rest was measured.
     assert [row["us"] for row in measured[: len(left)]] == [row["us"] for row in left]
-    assert done.stderr.count(": done") == 12 - len(left)
+    assert capfd.readouterr().err.count(": done") == 12 - len(left)
     # A finished file is left as it is.
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert rows(file) == measured
