@@ -79,8 +79,11 @@ def test_a_wait_inside_of_a_case_is_a_time_out_too() -> None:
     assert verify_cases._timed("op", "case", "here", fails).state == "wrong"
 
 
-def test_progress_is_a_line_for_each_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line_for_each_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of all that the file says; half a line, by a process that was killed while it wrote, is not read."""
+    monkeypatch.setattr(verify_log, "_announced", "")
     path = tmp_path / "log"
     with verify_log.writer(str(path)) as write, verify_log.writer(None) as silent:
         for case in ("many tiles", "the next"):
