@@ -5,6 +5,7 @@ A call is a named tuple; a way of running it is a function of it and its plan (f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,13 +128,15 @@ def enter(
     if grouped:
         given["group_name"] = group_name(group, op.name)
     arguments = [given[each] for each in _ARGUMENTS[name] if each in given]
-    if grouped:
-        made = dispatch(given["group_name"], given["x"].device, torch_op, *arguments)
-    else:
-        made = torch_op(*arguments)
-    if out is not None:
-        return given["out"]
-    return tuple(made) if variant == "_quant" else made
+    # Nothing may follow the call here: an exception behind it would make this rank alone call again.
+    call = functools.partial(_answered, torch_op, given.get("out"), variant == "_quant")
+    return dispatch(given["group_name"], given["x"].device, call, *arguments) if grouped else call(*arguments)
+
+
+def _answered(torch_op: Callable[..., Any], out: Any, several: bool, *arguments: Any) -> Any:
+    """Calls an operator of torch. Returns what the public function does."""
+    made = torch_op(*arguments)
+    return out if out is not None else tuple(made) if several else made
 
 
 def below(

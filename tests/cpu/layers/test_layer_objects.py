@@ -340,7 +340,7 @@ def wrong_calls(p: int) -> dict[type[Exception], list[tuple[str, Callable[[], An
             ("column_linear: bias: expected a tensor, got list", lambda: column_linear(x, w, [b])),
             ("column_linear: bias: expected a list, .* got Tensor", lambda: column_linear(x, [w], b)),
             (r"weight\[1\]: expected a tensor, got NoneType", lambda: column_linear(x, [w, None])),
-            (r"bias\[0\]: expected a tensor, got float", lambda: column_linear(x, [w], [1.5])),
+            ("bias: expected a tensor, got float", lambda: column_linear(x, [w], [1.5])),
             ("column_linear: x: expected a tensor, got list", lambda: column_linear([1.0], [w])),
             ("sequence_parallel: .* got str 'no'", lambda: column_linear(x, [w], sequence_parallel="no")),
             ("save_gathered: expected True, False or 'auto'", lambda: column_linear(x, [w], save_gathered=1)),

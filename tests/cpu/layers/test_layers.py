@@ -334,11 +334,11 @@ def arguments(rank: int, p: int) -> None:
     )
 
 
-_SCENARIOS = (
+SCENARIOS = (
     *(gradients, recomputation, compiled, what_travels, nothing_is_copied, accumulation, deferred),
     *(main_grad_of_16_bits, changed_in_place, frozen, arguments),
 )
-test_layers = scenario_test(WORLD_SIZES, *_SCENARIOS, timeout_s=300)
+test_layers = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=300)
 
 
 def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:

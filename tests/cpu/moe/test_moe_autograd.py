@@ -305,11 +305,11 @@ def torch_sees(rank: int, p: int) -> str:
     return ""
 
 
-_SCENARIOS = (
+SCENARIOS = (
     *(layer0_exact, layer1_exact, whole_layer, what_travels),
     *(activation_in_layer1, steps_of_kernels, torch_sees),
 )
-test_gradients = scenario_test(list(LAYOUTS), *_SCENARIOS, timeout_s=300)
+test_gradients = scenario_test(list(LAYOUTS), *SCENARIOS, timeout_s=300)
 
 
 OFFSETS = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)

@@ -360,6 +360,7 @@ void norm_bits(uint64_t seed) {
     add(row, Sums(part.begin(), part.begin() + n));
     const Values& product = products.emplace_back(rank, "product", most, n);
     for (int i = 0; i < most * n; ++i) product.data[i] = rounded(static_cast<float>(part[i]), dtype);
+    sim::mark_written(product.data, int64_t{2} * most * n);
   }
   double squares = 0;
   for (const int value : row) {
