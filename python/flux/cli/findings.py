@@ -108,22 +108,21 @@ def multicast() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Every variable that flux reads, and variables that are set and probably misspelt."""
+    """Variables of flux that are set, and others that are and probably misspelt."""
     section = "environment"
     known = {v.name for v in _env.VARIABLES}
-    for variable in _env.VARIABLES:
-        text = os.environ.get(variable.name)
-        shown = f"{variable.default or 'not set'} (default)" if text is None else _visible(text)
+    given = [(v, text) for v in _env.VARIABLES if (text := os.environ.get(v.name)) is not None]
+    unset = f"{len(known) - len(given)} are not set (docs/troubleshooting.md lists them)"
+    yield Finding(section, "FLUX_* variables", unset)
+    for variable, text in given:
+        shown = _visible(text)
         try:
             _env.get(variable.name)
         except ValueError as error:
             yield Finding(section, variable.name, shown, "bad", f"{error}: unset it or correct it")
             continue
-        state = "info"
-        if text is not None and variable.read == "run":
-            state = "ok"
-        elif text is not None:
-            shown += " (read when flux is built)"
+        state = "ok" if variable.read == "run" else "info"
+        shown += "" if variable.read == "run" else " (read when flux is built)"
         yield Finding(section, variable.name, f"{shown} · {variable.meaning}", state)
     for name in sorted(name for name in os.environ if name.startswith("FLUX_") and name not in known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

@@ -226,7 +226,7 @@ def test_doctor_on_a_healthy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report["ok"]
     sections = {f["section"] for f in report["findings"]}
     assert sections == {"versions", "native library", "GPUs", "shared memory", "environment"}
-    assert "FLUX_TIMEOUT_S" in result.stdout
+    assert "FLUX_* variables" in result.stdout
 
 
 @no_gpu
