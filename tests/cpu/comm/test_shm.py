@@ -12,6 +12,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -256,6 +257,12 @@ def interrupted_at(number: int, opcodes: bool) -> Callable[[FrameType, str, Any]
 
 @pytest.mark.parametrize("opcodes", [False, True], ids=["line", "bytecode"])
 def test_an_interrupt_anywhere_leaves_nothing_behind(folder: Path, opcodes: bool) -> None:
+    # In a thread of its own: what is raised between bytecodes stays as the context of later exceptions.
+    with ThreadPoolExecutor(1) as alone:
+        alone.submit(walk, folder, opcodes).result()
+
+
+def walk(folder: Path, opcodes: bool) -> None:
     before = held(folder)
     debugger = sys.gettrace()
     number = 0

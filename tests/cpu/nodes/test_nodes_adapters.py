@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import megatron_models
 import pytest
 import test_autograd
 import test_dtensor
@@ -83,9 +84,8 @@ def test_gradients_layers_and_dtensor_on_nodes(world_size: int) -> None:
 
 
 def megatron(rank: int, world_size: int) -> None:
-    test_megatron.prepare(world_size)
-    for scenario in (test_megatron.equal_to_stock, test_megatron.mixture_of_experts):
-        scenario(rank, world_size)
+    megatron_models.prepare(world_size)
+    test_megatron.equal_to_stock(rank, world_size)
 
 
 @needs_megatron
@@ -96,7 +96,7 @@ def test_megatron_on_nodes() -> None:
 
 def experts_of_megatron(rank: int, world_size: int) -> None:
     _, layout = test_megatron_moe.LAYOUTS["EP 2"]
-    test_megatron_moe.prepare_layout(layout)
+    megatron_models.prepare_layout(layout)
     for scenario in (test_megatron_moe.equal_to_stock, test_megatron_moe.uneven_tokens):
         scenario(rank, world_size, layout)
 
