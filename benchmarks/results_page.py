@@ -173,7 +173,7 @@ def vllm(found: Sequence[Other], up: str) -> list[str]:
         title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
         version = other.data["machine"]["vllm"]
         said = f"vLLM {version}, {how}; {origin(other.source, up)} {scatter(runs)}"
-        parts.append(f"### {title}\n\n{said}\n")
+        parts.append(f"## {title}\n\n{said}\n")
         if metrics:
             parts.append(table(["tokens/s", *metrics], lines))
         parts += arrivals(runs)
