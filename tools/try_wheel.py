@@ -22,6 +22,7 @@ HELPERS = (
     "tests/helpers/effort.py",
     "tests/helpers/cases.py",
     "tests/helpers/dense_forms.py",
+    "tests/helpers/references.py",
 )
 TESTS = (
     "tests/wheel/test_wheel.py",

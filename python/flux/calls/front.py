@@ -90,6 +90,7 @@ def enter(
     given: dict[str, Any],
     group: GroupLike = None,
     complete: Callable[[dict[str, Any], GroupLike], None] | None = None,
+    finish: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A call of a public function that C++ does not know.
 
@@ -97,6 +98,8 @@ def enter(
         given: arguments of the torch operator by their public names, and `out`; of several weights in lists.
             Those at the end may be left away.
         complete: adds to `given` what the torch operator needs besides, when types are checked.
+        finish: makes what the public function returns. Nothing may follow the call there or here: an
+            exception behind it would make this rank alone call again.
     """
     inputs: dict[str, Any] = {}
     for name in _INPUTS[op.name]:
@@ -121,22 +124,39 @@ def enter(
         complete(given, group)
     grouped = "group_name" in _ARGUMENTS[op.name]
     if direct and not needs_grad(*inputs.values()):
-        return run(op, op.call(**given), resolve_group(group, op.name) if grouped else None)
+        to = resolve_group(group, op.name) if grouped else None
+        if finish is None or to is None:
+            return run(op, op.call(**given), to)
+        return registry.in_turn(
+            to, given["x"].device, _finished, finish, op, op.call(**given), to, holds=True
+        )
     variant = "" if given.get("norm_weight") is None else "_quant" if "quant" in given else "_norm"
     name = op.name + (variant if out is None else "_out")
     torch_op = getattr(torch.ops.flux, name).default
     if grouped:
         given["group_name"] = group_name(group, op.name)
     arguments = [given[each] for each in _ARGUMENTS[name] if each in given]
-    # Nothing may follow the call here: an exception behind it would make this rank alone call again.
-    call = functools.partial(_answered, torch_op, given.get("out"), variant == "_quant")
-    return dispatch(given["group_name"], given["x"].device, call, *arguments) if grouped else call(*arguments)
+    through = functools.partial(_answered, torch_op, given.get("out"), variant == "_quant", finish)
+    if not grouped:
+        return through(*arguments)
+    return dispatch(given["group_name"], given["x"].device, through, *arguments)
 
 
-def _answered(torch_op: Callable[..., Any], out: Any, several: bool, *arguments: Any) -> Any:
+def _answered(
+    torch_op: Callable[..., Any],
+    out: Any,
+    several: bool,
+    finish: Callable[[Any], Any] | None,
+    *arguments: Any,
+) -> Any:
     """Calls an operator of torch. Returns what the public function does."""
     made = torch_op(*arguments)
-    return out if out is not None else tuple(made) if several else made
+    answer = out if out is not None else tuple(made) if several else made
+    return answer if finish is None else finish(answer)
+
+
+def _finished(finish: Callable[[Any], Any], op: Collective, call: Any, group: ProcessGroup) -> Any:
+    return finish(run(op, call, group))
 
 
 def below(

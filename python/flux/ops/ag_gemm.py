@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -169,18 +170,23 @@ def ag_gemm(
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
     outs: Any = None if out is None else list(out) if many else [out]
-    done = None
+    answer = functools.partial(_answer, count, return_gathered)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
         done = calls.call(_OP, _invariance.active(), *ways.arguments(*inputs, outs, scaling))
-    if done is None:
-        given = {"x": x, "weight": weights, "bias": biases, "transpose_weight": transpose_weight}
-        given |= {"return_gathered": return_gathered, "out": outs}
-        given |= dict(zip(fp8.NAMES, scaling, strict=False))
-        done = front.enter(AG_GEMM, given, group, _complete)
+        if done is not None:
+            return answer(done)
+    given = {"x": x, "weight": weights, "bias": biases, "transpose_weight": transpose_weight}
+    given |= {"return_gathered": return_gathered, "out": outs}
+    given |= dict(zip(fp8.NAMES, scaling, strict=False))
+    return front.enter(AG_GEMM, given, group, _complete, answer)
+
+
+def _answer(count: int | None, return_gathered: bool, done: Any) -> Any:
+    """What ag_gemm returns: one result, or a list for a list of `count` weights; then what was gathered."""
     if isinstance(done, Tensor):
-        return [done] if many else done
-    product = list(done[:count]) if many else done[0]
+        return done if count is None else [done]
+    product = done[0] if count is None else list(done[:count])
     return (product, *done[count or 1 :]) if return_gathered else product
 
 
