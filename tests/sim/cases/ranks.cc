@@ -359,7 +359,7 @@ void norm_bits(uint64_t seed) {
     const Sums part = multiply(x, weights.back(), false);
     add(row, Sums(part.begin(), part.begin() + n));
     const Values& product = products.emplace_back(rank, "product", most, n);
-    for (int i = 0; i < most * n; ++i) product.data[i] = rounded(static_cast<float>(part[i]), dtype);
+    for (int i = 0; i < most * n; ++i) product.data[i] = rounded(static_cast<float>(part[i % n]), dtype);
     sim::mark_written(product.data, int64_t{2} * most * n);
   }
   double squares = 0;
