@@ -41,9 +41,7 @@ def answers(fn: Callable[..., Any], world_size: int, *arguments: Any) -> list[An
 
 def without(module: Any, *left_out: str) -> list[Callable[[int, int], Any]]:
     """The scenarios of a test module but for some: torch.compile takes long and does not know of nodes."""
-    scenarios = module.SCENARIOS
-    every = scenarios.values() if isinstance(scenarios, dict) else scenarios
-    return [scenario for scenario in every if scenario.__name__ not in left_out]
+    return [scenario for scenario in module.SCENARIOS if scenario.__name__ not in left_out]
 
 
 def of_operators(rank: int, world_size: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, Calls, asked, asked_of_one_and_of_several, by_name, questions
+from cases import Calls, asked_of_one_and_of_several, scenario_test
 from torch.distributed.tensor import DTensor
 
 import flux
@@ -249,28 +249,11 @@ def with_out(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = by_name(
-    gemm_rs_exact,
-    ag_gemm_exact,
-    gathers_exact,
-    directional,
-    what_travels,
-    memory,
-    torch_sees,
-    with_out,
+SCENARIOS = (
+    *(gemm_rs_exact, ag_gemm_exact, gathers_exact, directional),
+    *(what_travels, memory, torch_sees, with_out),
 )
-
-
-def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    return {name: scenario(rank, world_size) for name, scenario in asked(SCENARIOS, world_size).items()}
-
-
-_answers = Answers(run_everything, timeout_s=300)
-
-
-@pytest.mark.parametrize(("world_size", "name"), questions(WORLD_SIZES, SCENARIOS))
-def test_gradients(world_size: int, name: str) -> None:
-    assert _answers.of(world_size, name) == [""] * world_size
+test_gradients = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=300)
 
 
 def second_derivatives(rank: int, world_size: int) -> None:
