@@ -47,6 +47,11 @@ class Source:
     rows: int
     marks: Marks
 
+    @property
+    def on(self) -> str:
+        """The machine, without the maker of its GPUs."""
+        return self.machine.replace("NVIDIA ", "")
+
 
 Judge = Callable[[str, str, str], Marks]
 

@@ -64,8 +64,9 @@ def changed(sources: Iterable[Source]) -> str:
 
 
 def origin(source: Source, up: str) -> str:
-    machine = source.machine.replace("NVIDIA ", "")
-    return f"{machine}, {source.date[:10]}, {links([source], up)}. Kernel changed since: {changed([source])}."
+    return (
+        f"{source.on}, {source.date[:10]}, {links([source], up)}. Kernel changed since: {changed([source])}."
+    )
 
 
 def label(group: Group, found: Measured) -> str:
@@ -253,7 +254,7 @@ def losses(found: Sequence[Other], up: str) -> list[str]:
 
 def head(page: Page, sources: Sequence[Source]) -> str:
     """The first lines of a page: what was measured, when, on what, and whether kernels changed since."""
-    machines = ", ".join(sorted({source.machine.replace("NVIDIA ", "") for source in sources}))
+    machines = ", ".join(sorted({source.on for source in sources}))
     days = span(source.date[:10] for source in sources)
     states = {source.marks.changed == "same" for source in sources}
     since = "some kernels" if len(states) > 1 else "no kernel" if states == {True} else "all kernels"
@@ -335,28 +336,24 @@ class Headline:
 
     def samples(self, data: Any) -> tuple[list[float], list[float]] | None:
         """Those of flux and of the baseline in a file of whole models, if it has them."""
-        settings = data.get("settings", {})
-        if settings.get("tp") != self.tp or not settings.get("defaults", self.page == "megatron"):
+        settings, in_vllm = data["settings"], self.page == "vllm"
+        if settings["tp"] != self.tp or not settings.get("defaults", not in_vllm):
             return None
-        if self.page == "vllm":
-            mine = [data["runs"]] if "runs" in data and settings["model"].get("name") == self.model else []
+        if in_vllm:
+            runs = data.get("runs", {}) if settings["model"].get("name") == self.model else {}
         else:
-            named = [each for each in data.get("models", ()) if each["name"].startswith(self.model)]
-            mine = [each["candidates"] for each in named]
-        times = [{**run.get("samples_s", {}), **run.get("samples_ms", {})} for run in _both(mine, self)]
-        ours, theirs = ([*found.get(self.metric, ())] for found in times) if times else ((), ())
-        return (list(ours), list(theirs)) if ours and theirs else None
+            named = (each for each in data.get("models", ()) if each["name"].startswith(self.model))
+            runs = next((each["candidates"] for each in named), {})
+        unit = "samples_s" if in_vllm else "samples_ms"
+        ours, theirs = (runs.get(name, {}).get(unit, {}).get(self.metric) for name in (self.run, self.stock))
+        return (ours, theirs) if ours and theirs else None
 
-    def newest(self, others: Sequence[Other]) -> Other:
-        """The newest file; of Megatron-Core, whose steps are alike, that with the fastest baseline."""
-        having = [other for other in others if self.samples(other.data)]
+    def found(self, others: Sequence[Other]) -> tuple[Source, list[float], list[float]]:
+        """The newest file's; of Megatron-Core, whose steps are alike, that with the fastest baseline."""
+        having = [(other.source, *both) for other in others if (both := self.samples(other.data))]
         if self.page == "vllm":
-            return max(having, key=lambda other: other.source.date)
-        return min(having, key=lambda other: median((self.samples(other.data) or ([], [0]))[1]))
-
-
-def _both(mine: Sequence[Any], line: Headline) -> list[Any]:
-    return [mine[0].get(name, {}) for name in (line.run, line.stock)] if mine else []
+            return max(having, key=lambda each: each[0].date)
+        return min(having, key=lambda each: median(each[2]))
 
 
 _IN_VLLM = ("flux-graph", "prefill", "stock-graph")
@@ -383,12 +380,11 @@ def block(groups: Sequence[Group], others: Sequence[Other]) -> str:
     rows = []
     whole = [other for other in others if "settings" in other.data]
     for line in HEADLINES:
-        other = line.newest(whole)
-        ours, theirs = line.samples(other.data) or ([], [])
+        source, ours, theirs = line.found(whole)
         ratio = f"{median(theirs) / median(ours):.2f}"
         least, most = min(theirs) / max(ours), max(theirs) / min(ours)
-        about = [other.source.machine.replace("NVIDIA ", ""), line.baseline, ratio]
-        commit = f"{other.source.commit[:7]}, {changed([other.source])}"
+        about = [source.on, line.baseline, ratio]
+        commit = f"{source.commit[:7]}, {changed([source])}"
         rows.append(
             [f"[{line.what}](docs/results/{line.page}.md)", *about, f"{least:.2f} to {most:.2f}", commit]
         )
