@@ -1,7 +1,9 @@
-"""A killed rank, a killed node, a late node, at random moments of random calls on several emulated nodes:
-every other rank must raise CommTimeoutError in time, name who is behind, and go on.
+"""Signals to ranks at random moments of random calls, on one node or on several emulated ones. If a rank or a
+node dies or is late, every other rank must raise CommTimeoutError in time, name who is behind, and go on. An
+interrupt and a short stop must change nothing.
 
 python tests/stress/nodes_faults.py --cases 20 --seed 7    # of each; exit status 1 if one ends otherwise
+python tests/stress/nodes_faults.py --nodes 1x4
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +26,10 @@ import torch.distributed as dist
 import flux
 from flux.testing import GemmRsCase, RankFailure, spawn
 
-KINDS = ("killed rank", "killed node", "late node")
+DEADLY = {"killed rank": signal.SIGKILL, "terminated rank": signal.SIGTERM, "killed node": signal.SIGKILL}
+HARMLESS = {"interrupted rank": signal.SIGINT, "paused rank": signal.SIGSTOP}
+KINDS = (*DEADLY, *HARMLESS, "late node")
+PAUSE_S = 0.5
 CHECKS: dict[str, Any] = nodes_cases.CHECKS
 DEADLINE_S = 2.0
 # A rank may wait for one deadline inside its node, and for the word of its peers. The machine may be slow.
@@ -42,7 +48,7 @@ class Told:
 
 def victims_of(kind: str, nodes: int, ranks: int, draw: random.Random) -> list[int]:
     node = draw.randrange(nodes)
-    if kind == "killed rank":
+    if kind.endswith("rank"):
         return [node * ranks + draw.randrange(ranks)]
     return list(range(node * ranks, (node + 1) * ranks))
 
@@ -60,9 +66,12 @@ def work(rank: int, world_size: int, kind: str, victims: list[int], seed: int, d
         signal.signal(signal.SIGALRM, lambda *_: time.sleep(3 * DEADLINE_S))
         signal.setitimer(signal.ITIMER_REAL, delay_s)
     elif rank in victims:
-        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if kind == "paused rank":
+            subprocess.Popen(["sh", "-c", f"sleep {delay_s + PAUSE_S}; kill -CONT {os.getpid()}"])
+        number = (DEADLY | HARMLESS)[kind]
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
     try:
-        for number in range(100_000):
+        for number in range(80 if kind in HARMLESS else 100_000):
             op = random.Random(f"{seed} {number}").choice(list(CHECKS))
             # What runs unfused has torch's errors, and its deadlines.
             more = {"spans": 0.0} if op == "moe" else {}
@@ -70,6 +79,7 @@ def work(rank: int, world_size: int, kind: str, victims: list[int], seed: int, d
                 return f"{op}, call {number}: not exact"
             if time.monotonic() - start > MOST_S + delay_s + 5:
                 return "no error"
+        return ""
     except flux.CommTimeoutError as error:
         seconds = time.monotonic() - start - delay_s
         return Told(error.peer, error.detail, seconds, _goes_on(rank, group, own, kind, error))
@@ -114,7 +124,7 @@ def wrong_with(kind: str, nodes: int, ranks: int, seed: int) -> str:
     victims, delay_s = victims_of(kind, nodes, ranks, draw), draw.uniform(0.0, 0.6)
     env = {"FLUX_TIMEOUT_S": str(DEADLINE_S), "FLUX_TEST_RANKS": str(ranks)}
     world_size = nodes * ranks
-    dead = victims if kind != "late node" else []
+    dead = victims if kind in DEADLY else []
     results = spawn(
         work,
         world_size,
@@ -127,9 +137,12 @@ def wrong_with(kind: str, nodes: int, ranks: int, seed: int) -> str:
         may_die=dead,
         timeout_s=120,
     )
+    if kind in HARMLESS:
+        return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(results) if told != "")
+    named = set()
     for rank, told in enumerate(results):
         if rank in dead:
-            if not isinstance(told, RankFailure) or told.exit_code != -signal.SIGKILL:
+            if not isinstance(told, RankFailure) or told.exit_code != -DEADLY[kind]:
                 return f"rank {rank} was not killed: {told}"
             continue
         if not isinstance(told, Told):
@@ -138,12 +151,14 @@ def wrong_with(kind: str, nodes: int, ranks: int, seed: int) -> str:
             return f"rank {rank}: {told.went_on}"
         if told.seconds > MOST_S:
             return f"rank {rank} raised after {told.seconds:.1f} s"
-        if rank not in victims and told.peer not in victims:
+        named.add(told.peer)
+        if rank not in victims and told.peer not in victims and nodes > 1:
             return f"rank {rank} named rank {told.peer}, not one of {victims}: {told.detail}"
         where = f"node {told.peer // ranks}, rank {told.peer}, in "
-        if rank not in victims and where not in told.detail:
+        if rank not in victims and where not in told.detail and nodes > 1:
             return f"rank {rank}: expected {where!r} in {told.detail!r}"
-    return ""
+    # On one node a rank names whom it waits for itself, who may wait for another.
+    return "" if named.intersection(victims) else f"{victims} are behind, ranks named {named}"
 
 
 def main() -> int:

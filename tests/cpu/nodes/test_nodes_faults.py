@@ -29,6 +29,9 @@ ENV = {"FLUX_TIMEOUT_S": "2"}
         ("killed node", (3, 2), 4),
         ("late node", (2, 2), 5),
         ("late node", (2, 1), 6),
+        ("terminated rank", (1, 3), 7),
+        ("interrupted rank", (1, 2), 8),
+        ("paused rank", (2, 1), 9),
     ],
 )
 def test_every_rank_raises_names_who_is_behind_and_goes_on(
