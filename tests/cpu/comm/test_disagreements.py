@@ -146,6 +146,8 @@ def disagreements() -> list[tuple[str, Call, Call]]:
         ("all_reduce dtype", all_reduce(), all_reduce(x.to(half))),
         ("all_reduce nothing", all_reduce(), all_reduce(x[:0])),
         ("all_reduce much", all_reduce(), all_reduce(ones(100_000))),
+        ("all_reduce residual", all_reduce(), lambda: flux.all_reduce(x, residual=x)),
+        ("all_reduce eps", *(partial(flux.all_reduce, x, norm_weight=x[0], eps=eps) for eps in (0.0, 1e-6))),
         ("all_reduce reduce_scatter", all_reduce(), reduce_scatter()),
         ("reduce_scatter numel", reduce_scatter(), reduce_scatter(ones(2 * ROWS, K))),
         ("reduce_scatter dtype", reduce_scatter(), reduce_scatter(x.to(half))),

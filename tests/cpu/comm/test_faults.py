@@ -8,7 +8,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ import torch.distributed as dist
 from refusals import said
 
 import flux
+from flux._native import core
 from flux.comm import shm
 from flux.comm.cpu import CpuWorkspace
 from flux.testing import AgGemmCase, GemmRsCase, RankFailure, spawn
+from flux.testing.moe_data import MoeCase
 
 TIMEOUT_S = 1.0
 ENV = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
 SHM = Path("/dev/shm")
+MODES = {"one-shot": core.ExchangeMode.ONE_SHOT, "two-shot": core.ExchangeMode.TWO_SHOT}
 
 
 @pytest.fixture
@@ -39,20 +43,48 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(op: str, rank: int, world_size: int) -> bool:
-    """Makes a call; whether its result is right."""
-    case = (GemmRsCase if op == "gemm_rs" else AgGemmCase)(world_size * 400, 520, 16, world_size)
-    x, weight, _ = case.inputs(rank)
-    if isinstance(case, AgGemmCase) and op == "all_gather":
-        return torch.equal(flux.all_gather(x), case.gathered())
-    return torch.equal(getattr(flux, op)(x, weight), case.expected(rank))
+def call_of(op: str, rank: int, p: int) -> Callable[[], bool]:
+    """A call of an operator, which tells whether its result is right."""
+    name, _, mode = op.partition(" ")
+    if name.startswith("moe."):
+        return expert_call(name.removeprefix("moe."), rank, p)
+    if mode:
+        core.all_reduce_mode = lambda m, n, p, *_: MODES[mode]
+        case = GemmRsCase(30, 72, 16, p)
+        x, weight, _ = case.inputs(rank)
+        if name == "all_reduce":
+            return lambda: torch.equal(flux.all_reduce(x @ weight.t()), case.expected_sum())
+        return lambda: torch.equal(flux.gemm_ar(x, weight), case.expected_sum())
+    of_rows = (GemmRsCase if op == "gemm_rs" else AgGemmCase)(p * 400, 520, 16, p)
+    x, weight, _ = of_rows.inputs(rank)
+    if isinstance(of_rows, AgGemmCase) and op == "all_gather":
+        return lambda: torch.equal(flux.all_gather(x), of_rows.gathered())
+    return lambda: torch.equal(getattr(flux, op)(x, weight), of_rows.expected(rank))
+
+
+def expert_call(op: str, rank: int, p: int) -> Callable[[], bool]:
+    case = MoeCase((300,) * p, 600, 16, 6, 2, ep_size=1 if op == "route" else p)
+    route = partial(flux.moe.route, *case.routing(rank), 6, ep_size=case.ep_size)
+    routing, expected = route(), case.layer0(rank)
+    hidden = case.hidden_rows(rank, routing.rows.shape[0])
+    calls: dict[str, Callable[[], bool]] = {
+        "route": lambda: torch.equal(route().rows, routing.rows),
+        "ag_scatter_gemm": lambda: torch.equal(
+            flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)[: len(expected)], expected
+        ),
+        "gemm_gather_rs": lambda: torch.equal(
+            flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing), case.layer1(rank)
+        ),
+    }
+    return calls[op]
 
 
 def victim(
     rank: int, world_size: int, folder: Path, op: str, dying: int, after_signals: int, exit_hard: bool
 ) -> dict[str, Any]:
     shm._DIRECTORY = folder
-    assert run(op, rank, world_size)
+    call = call_of(op, rank, world_size)
+    assert call()
     dist.barrier()
     if rank == dying:
         send, sent = CpuWorkspace.signal, [0]
@@ -66,7 +98,7 @@ def victim(
         CpuWorkspace.signal = last_signals  # type: ignore[method-assign]
     start = time.monotonic()
     told: list[flux.CommTimeoutError] = []
-    for attempt in (*[lambda: run(op, rank, world_size)] * 2, flux.check):
+    for attempt in (call, call, flux.check):
         try:
             attempt()
         except flux.CommTimeoutError as error:
@@ -74,29 +106,42 @@ def victim(
             if len(told) == 1:
                 first_s = time.monotonic() - start
     again_s = time.monotonic() - start - first_s
-    return {"errors": told, "first_s": first_s, "again_s": again_s, "rank": rank}
+    return {"errors": told, "first_s": first_s, "again_s": again_s}
 
 
-@pytest.mark.parametrize(
-    ("op", "round_"),
-    [("gemm_rs", round_) for round_ in range(10)] + [("ag_gemm", 0), ("ag_gemm", 4), ("all_gather", 5)],
-)
-def test_a_rank_that_dies_in_the_middle_is_named(own_shm: Path, op: str, round_: int) -> None:
-    world_size, dying = 3, round_ % 3
-    given = (own_shm, op, dying, round_ % 6, round_ % 2 == 0)
-    results = spawn(victim, world_size, *given, env=ENV, backend="gloo", may_die={dying})
+# An operator, the rank that dies in its second call, and after how many signals. Two-shot, a rank signals
+# twice to each of two peers: it dies sending contributions, or results. If it dies between two contributions,
+# a peer that has its own may wait for one that has not, which is named there.
+DEATHS = [("gemm_rs", number % 3, number) for number in range(6)]
+DEATHS += [("ag_gemm", 0, 0), ("ag_gemm", 1, 4), ("all_gather", 2, 5)]
+DEATHS += [("gemm_ar one-shot", 0, 0), ("gemm_ar one-shot", 1, 0), ("gemm_ar two-shot", 2, 1)]
+DEATHS += [("gemm_ar two-shot", 1, 2), ("all_reduce two-shot", 0, 2)]
+DEATHS += [(f"moe.{op}", 1, 1) for op in ("route", "ag_scatter_gemm", "gemm_gather_rs")]
+
+
+@pytest.mark.parametrize(("op", "dying", "after"), DEATHS)
+def test_a_rank_that_dies_in_the_middle_is_named(own_shm: Path, op: str, dying: int, after: int) -> None:
+    exit_hard, timeout_s = after % 2 == 0, 3.0 if op.startswith("moe") else TIMEOUT_S
+    given = (own_shm, op, dying, after, exit_hard)
+    env = {"FLUX_TIMEOUT_S": str(timeout_s)}
+    results = spawn(victim, 3, *given, env=env, backend="gloo", may_die={dying})
     assert isinstance(results[dying], RankFailure)
-    assert results[dying].exit_code == (7 if round_ % 2 == 0 else -signal.SIGKILL)
-    for rank in set(range(world_size)) - {dying}:
-        result = results[rank]
-        assert len(result["errors"]) == 3, "the first call, a second one and check() must raise"
-        for error in result["errors"]:
-            assert (error.op, error.rank, error.peer, error.epoch) == (op, rank, dying, 2)
-            assert error.seen == 2, "it has begun the call"
-            for word in (op, f"rank {rank} ", f"peer {dying}", "epoch 2", "FLUX_TIMEOUT_S"):
-                assert word in str(error)
-        assert result["first_s"] < TIMEOUT_S + 5
-        assert result["again_s"] < 0.5, "later calls must not wait again"
+    assert results[dying].exit_code == (7 if exit_hard else -signal.SIGKILL)
+    name, alive = op.split()[0], {0, 1, 2} - {dying}
+    named = set()
+    for rank in alive:
+        assert len(results[rank]["errors"]) == 3, "the first call, a second one and check() must raise"
+        for error in results[rank]["errors"]:
+            named.add((rank, error.peer))
+            assert (error.op, error.rank) == (name, rank)
+            words = [name, f"rank {rank} ", f"peer {error.peer}", f"epoch {error.epoch}", "FLUX_TIMEOUT_S"]
+            assert all(word in str(error) for word in words)
+            assert name.startswith("moe.") or error.epoch == 2
+            assert " " in op or error.seen == error.epoch, "it has begun the call"
+        assert results[rank]["first_s"] < timeout_s + 5
+        assert results[rank]["again_s"] < 0.5, "later calls must not wait again"
+    indirectly = {(0, 1), (1, 2)}
+    assert named == (indirectly if (op, after) == ("gemm_ar two-shot", 1) else {(r, dying) for r in alive})
 
 
 def absent(rank: int, world_size: int) -> list[Any]:

@@ -5,6 +5,7 @@ looks at one answer.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from flux._native import core
 from flux.calls import front
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
-from flux.ops import gemm_ar
+from flux.ops import gemm, gemm_ar
 from flux.ops.gemm import SERVED_TOKENS
 from flux.plan import sums as plan_sums
 from flux.testing import AgGemmCase, GemmRsCase, spawn, tolerance
@@ -298,10 +299,16 @@ def too_large_to_exchange(rank: int, p: int) -> None:
 
 
 def what_is_reserved_is_used(rank: int, p: int) -> None:
-    flux.reserve(max_m=12 * p, max_n=100, max_k=1)
+    flux.reserve(max_m=100 * p, max_n=2000, max_k=1)
     workspaces = registry.existing(dist.group.WORLD)
     room = [(w.signal_bytes, w.slot_bytes) for w in workspaces]
-    flux.reduce_scatter(torch.ones(12 * p, 100, dtype=torch.bfloat16))
+    flux.reduce_scatter(torch.ones(100 * p, 2000, dtype=torch.bfloat16))
+    dice = random.Random(3)
+    for m, n in ((dice.randint(1, 100 * p), dice.randint(1, 2000)) for _ in range(10)):
+        case = GemmRsCase(m, n, 16, p)
+        x, weight, _ = case.inputs(rank)
+        total = case.expected_sum()
+        all_equal((flux.gemm_ar(x, weight), total), (flux.all_reduce(gemm.reference(x, weight)), total))
     assert [(w.signal_bytes, w.slot_bytes) for w in workspaces] == room
     made = flux.explain("reduce_scatter", 12 * p, 100, 0)
     assert made.by_flux == (p > 1)

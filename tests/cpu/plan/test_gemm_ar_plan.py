@@ -1,11 +1,8 @@
-"""Plans of gemm_ar and all_reduce, what their kernels are given, and what goes wrong between ranks."""
+"""Plans of gemm_ar and all_reduce, and what their kernels are given."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flux
 from flux._native import core
-from flux.comm import registry, repeat
-from flux.comm.cpu import CpuWorkspace
+from flux.comm import repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.fp8.scales import Scaling
-from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import NONE, End
 from flux.ops.ways import exchange
 from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput
 from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
-from flux.testing import GemmRsCase, RankFailure, spawn
 
-TIMEOUT_S = 1.0
 FP8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scaling": Scaling("row", torch.bfloat16, fast=False)}
 
 
@@ -254,135 +246,6 @@ def test_what_the_kernels_are_given_of_quantisation(monkeypatch: pytest.MonkeyPa
             assert told_q.dtype == torch.float8_e4m3fn and told_q.shape == (4, 256)
             assert told_scale.shape == of_result and rest[0] is summed and rest[1].shape == (4, 256)
             assert (how["parts"] is None) == (quant != "tensor" or scale is not None)
-
-
-def disagreeing(rank: int, world_size: int) -> list[str]:
-    x, weight = torch.ones(4, 8), torch.ones(6, 8)
-    calls: list[Any] = [
-        lambda odd: flux.gemm_ar(x[odd:], weight),
-        lambda odd: flux.gemm_ar(x, weight[odd:]),
-        lambda odd: flux.gemm_ar(x[:, odd:], weight[:, odd:]),
-        lambda odd: flux.gemm_ar(x, torch.ones(9000 * odd + 1, 8)),  # of which one rank must grow
-        lambda odd: flux.gemm_ar(x.half(), weight.half()) if odd else flux.gemm_ar(x, weight),
-        lambda odd: flux.all_reduce(x[odd:]),
-        lambda odd: flux.all_reduce(x, residual=x if odd else None),
-        lambda odd: flux.all_reduce(x, norm_weight=x[0], eps=1e-6 + odd),
-        lambda odd: flux.all_reduce(weight[:4]) if odd else flux.gemm_ar(x, weight),
-        lambda odd: flux.gemm_rs(x[:2], weight) if odd else flux.gemm_ar(x, weight),
-    ]
-    told = []
-    for call in calls:
-        try:
-            call(int(rank == 1))
-            told.append("no error")
-        except ValueError as error:
-            told.append(str(error).split(": ", 1)[1])
-        assert torch.equal(flux.gemm_ar(x, weight), torch.full((4, 6), 8.0 * world_size))
-    return told
-
-
-def test_ranks_that_disagree_are_all_told() -> None:
-    results = spawn(disagreeing, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
-    assert results[0] == results[1]
-    words = (
-        "m=3",
-        "n=5",
-        "k=7",
-        "n=9001",
-        "float16",
-        "n=24",
-        "residual=given",
-        "eps=1.0",
-        "all_reduce",
-        "gemm_rs",
-    )
-    for message, word in zip(results[0], words, strict=True):
-        assert message.startswith("expected the same call on all ranks") and word in message, message
-
-
-def victim(rank: int, world_size: int, op: str, mode: int, dying: int, after: int) -> dict[str, Any]:
-    core.all_reduce_mode = lambda m, n, p, *_: core.ExchangeMode(mode)
-    case = GemmRsCase(30, 72, 16, world_size)
-    x, weight, _ = case.inputs(rank)
-    call = (lambda: flux.gemm_ar(x, weight)) if op == "gemm_ar" else lambda: flux.all_reduce(x @ weight.t())
-    assert torch.equal(call(), case.expected_sum())
-    dist.barrier()
-    if rank == dying:
-        send, sent = CpuWorkspace.signal, [0]
-
-        def last_signals(self: CpuWorkspace, *args: Any) -> None:
-            if sent[0] == after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            sent[0] += 1
-            send(self, *args)
-
-        CpuWorkspace.signal = last_signals  # type: ignore[method-assign]
-    start = time.monotonic()
-    told: list[flux.CommTimeoutError] = []
-    seconds = []
-    for attempt in (call, call, flux.check):
-        try:
-            attempt()
-        except flux.CommTimeoutError as error:
-            told.append(error)
-            seconds.append(time.monotonic() - start)
-    return {"errors": told, "seconds": seconds}
-
-
-@pytest.mark.parametrize(
-    ("op", "mode", "dying", "after"),
-    [
-        ("gemm_ar", 0, 0, 0),
-        ("gemm_ar", 0, 1, 0),
-        ("gemm_ar", 1, 2, 1),
-        ("gemm_ar", 1, 1, 2),
-        ("all_reduce", 1, 0, 2),
-    ],
-)
-def test_a_rank_that_dies_in_the_middle_is_named(op: str, mode: int, dying: int, after: int) -> None:
-    """Two-shot, a rank signals twice to each of two peers: it dies sending contributions, or results.
-
-    If it dies between two contributions, a peer that has its own may wait for one that has not: that one is
-    named there, and names the dead one itself.
-    """
-    env = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
-    results = spawn(victim, 3, op, mode, dying, after, env=env, backend="gloo", may_die={dying})
-    assert isinstance(results[dying], RankFailure)
-    assert results[dying].exit_code == -signal.SIGKILL
-    named = set()
-    for rank in {0, 1, 2} - {dying}:
-        assert len(results[rank]["errors"]) == 3, "the call, a second one and check() must raise"
-        for error in results[rank]["errors"]:
-            assert (error.op, error.rank, error.epoch) == (op, rank, 2)
-            named.add((rank, error.peer))
-        first, *_, last = results[rank]["seconds"]
-        assert first < TIMEOUT_S + 5 and last - first < 0.5, "later calls must not wait again"
-
-    expected = {(rank, dying) for rank in {0, 1, 2} - {dying}}
-    if (mode, after) == (1, 1):
-        expected = {(0, 1), (1, 2)}
-    assert named == expected
-
-
-def reserving(rank: int, world_size: int) -> str:
-    workspaces = registry.existing
-    flux.reserve(max_m=300, max_n=2000, max_k=16)
-    workspace = workspaces(dist.group.WORLD)[0]
-    room = (workspace.signal_bytes, workspace.slot_bytes)
-    rng = random.Random(3)
-    for _ in range(10):
-        m, n = rng.randint(1, 300), rng.randint(1, 2000)
-        case = GemmRsCase(m, n, 16, world_size)
-        x, weight, _ = case.inputs(rank)
-        assert torch.equal(flux.gemm_ar(x, weight), case.expected_sum())
-        assert torch.equal(flux.all_reduce(plain.reference(x, weight)), case.expected_sum())
-    assert (workspace.signal_bytes, workspace.slot_bytes) == room, "what was reserved did not suffice"
-    assert str(flux.explain("gemm_ar", 8, 16, 16)).startswith("gemm_ar: x [8, 16], weight [16, 16]")
-    return str(flux.explain("all_reduce", 8, 16, 0)).split(",")[0]
-
-
-def test_reserve_makes_room_for_sums() -> None:
-    assert spawn(reserving, 3, backend="gloo") == ["all_reduce: x [1"] * 3
 
 
 class Made(TorchDispatchMode):
