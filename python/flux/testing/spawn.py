@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import pickle
 import signal
-import socket
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from io import FileIO
-from multiprocessing import spawn as mp_spawn
-from multiprocessing.connection import wait
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from flux._log import log
-from flux.testing import _check, fork_server, rank_process
+from flux.testing import _check, rank_process
 
-_START_S = 300.0  # for the imports of the fork server
 _LAST_WORDS_S = 10.0
-_LEAVE_S = 2.0
 _KILL_S = 10.0
+# Ranks are forked from a process that has imported torch and flux, in milliseconds.
+_context = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -139,136 +142,144 @@ def spawn(
     _check.backend(backend)
     _check.env(env)
     work = _check.work(fn, args)
-    with rank_process.listen() as listener, _Ranks(world_size, timeout_s, may_die) as ranks:
-        preparation = mp_spawn.get_preparation_data("")
-        if not _check.main_can_be_imported():
-            preparation.pop("init_main_from_path", None)
-        preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
-        job = rank_process.Job(
-            world_size=world_size,
-            work=work,
-            preparation=preparation,
-            env={**os.environ, **(env or {})},
-            backend=backend,
-            timeout_s=timeout_s,
-            port=listener.getsockname()[1],
-            ranks_per_node=ranks_per_node or 0,
-        )
-        try:
-            ranks.start(job, listener)
+    # In this process, so that no rank that is stopped or dies takes it along.
+    store = rank_process.dist.TCPStore(rank_process.HOST, 0, is_master=True, wait_for_workers=False)
+    job = rank_process.Job(
+        world_size=world_size,
+        work=work,
+        env={**os.environ, **(env or {})},
+        backend=backend,
+        timeout_s=timeout_s,
+        port=store.port,
+        ranks_per_node=ranks_per_node or 0,
+    )
+    try:
+        with _Ranks(job, may_die) as ranks:
             return ranks.collect()
-        except KeyboardInterrupt as error:
-            # Without the internal traceback, which would hide the user's call.
-            raise error.with_traceback(None) from None
+    except KeyboardInterrupt as error:
+        # Without the internal traceback, which would hide the user's call.
+        raise error.with_traceback(None) from None
+
+
+# The kernel ends a rank when the last of its writer's copies is closed, so a forked child may keep none.
+_alive: set[Connection] = set()
+
+
+def _close_alive() -> None:
+    for writer in _alive:
+        writer.close()
+
+
+os.register_at_fork(after_in_child=_close_alive)
+
+
+_starting = threading.Lock()
+
+
+def _fork(process: ForkServerProcess) -> None:
+    """Starts a process. What is no file, as the main module of a program on standard input, is hidden from
+    multiprocessing, which would have ranks import it.
+    """
+    main = sys.modules["__main__"].__dict__
+    with _starting:
+        # If the caller has imported the compiler, ranks need it too: import it once for all.
+        compiler = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
+        forkserver.set_forkserver_preload([rank_process.__name__, *compiler])
+        resource_tracker.ensure_running()
+        # SIGINT from a terminal reaches all processes of a job. This process gets it at the end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        file = None if _check.main_can_be_imported() else main.pop("__file__", None)
+        try:
+            process.start()
+        finally:
+            if file is not None:
+                main["__file__"] = file
 
 
 class _Ranks:
     """The processes of one call. At the end of the context all of them have ended."""
 
-    def __init__(self, world_size: int, timeout_s: float, may_die: Collection[int]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, job: rank_process.Job, may_die: Collection[int]) -> None:
         self._may_die = may_die
-        self._results: list[Any] = [None] * world_size
+        self._results: list[Any] = [None] * job.world_size
         self._failures: list[RankFailure] = []
-        self._pending = set(range(world_size))  # ranks without a known result or failure
-        self._running: set[int] = set()
-        self._answers: list[FileIO] = []
-        self._talks: list[socket.socket] = []
-        self._control = fork_server.client.open_call()
-        self._serving = False
-        self._server_lost = False
-        self._deadline = time.monotonic() + _START_S
+        self._processes: list[ForkServerProcess] = []
+        self._answers: list[Connection] = []  # of each rank; closed when nothing more comes
+        self._writers: list[Connection] = []
+        try:
+            for rank in range(job.world_size):
+                self._start(rank, job)
+        except BaseException:
+            self._end()
+            raise
+        self._deadline = time.monotonic() + job.timeout_s
+
+    def _start(self, rank: int, job: rank_process.Job) -> None:
+        ours, theirs = _context.Pipe(duplex=False)
+        alive, writer = _context.Pipe(duplex=False)
+        self._answers.append(ours)
+        self._writers.append(writer)
+        _alive.add(writer)
+        process = _context.Process(
+            target=rank_process.main, args=(rank, job, theirs, alive), name=f"rank {rank}"
+        )
+        with theirs, alive:
+            _fork(process)
+        self._processes.append(process)
 
     def __enter__(self) -> _Ranks:
         return self
 
-    def start(self, job: rank_process.Job, listener: socket.socket) -> None:
-        with _memory_file() as job_file, contextlib.suppress(BrokenPipeError):  # collect() reports it
-            rank_process.write(job_file.fileno(), rank_process.dumps(job))
-            fork_server.send(self._control, f"start {rank_process.STORE}", [listener.fileno()])
-            for rank in range(job.world_size):
-                ours, theirs = socket.socketpair()
-                self._talks.append(ours)
-                self._answers.append(_memory_file())
-                files = (theirs, self._answers[rank], job_file)
-                with theirs:
-                    fork_server.send(self._control, f"start {rank}", [file.fileno() for file in files])
-                self._running.add(rank)
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
     def collect(self) -> list[Any]:
-        while self._pending and not self._server_lost:
-            open_ends = [talk for rank in self._pending if (talk := self._talks[rank]).fileno() >= 0]
-            ready = wait([self._control, *open_ends], max(0.0, self._deadline - time.monotonic()))
+        pending = set(range(len(self._processes)))
+        while pending:
+            of: dict[Any, int] = {self._processes[rank].sentinel: rank for rank in pending}
+            of |= {self._answers[rank]: rank for rank in pending if not self._answers[rank].closed}
+            ready = wait(list(of), max(0.0, self._deadline - time.monotonic()))
             if not ready:
-                self._give_up()
+                self._give_up(pending)
                 break
-            for rank in [rank for rank in self._pending if self._talks[rank] in ready]:
-                self._listen(rank)
-            if self._control in ready:
-                self._obey()
+            # What a rank has said counts before its end.
+            for rank in {of[end] for end in ready}:
+                if self._listen(rank) or self._has_ended(rank):
+                    pending.discard(rank)
         if self._failures:
             raise SpawnError(self._failures)
         return self._results
 
-    def _give_up(self) -> None:
-        if not self._serving:
-            raise RuntimeError(f"spawn: expected ranks to start within {_START_S:.0f} s, got none")
-        with contextlib.suppress(BrokenPipeError):
-            fork_server.send(self._control, "trace")
-        time.sleep(0.5)
-        self._failures += [RankFailure(rank, None, "") for rank in sorted(self._pending)]
-
-    def _listen(self, rank: int) -> None:
-        """Reads a rank's answer, if any. After the end of file, its exit status is still to come."""
-        talk = self._talks[rank]
+    def _listen(self, rank: int) -> bool:
+        """Reads what a rank says, if anything; whether that is its answer."""
+        answer = self._answers[rank]
         try:
-            answered = bool(talk.recv(1, socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            answered = False
-        if not answered:
-            talk.close()
-            return
+            if answer.closed or not answer.poll():
+                return False
+            data = answer.recv_bytes()
+        except (EOFError, OSError):
+            answer.close()
+            return False
         try:
-            # Unpickling can run code. The pickle comes from a process that this call has started: only
-            # that process has the file, which has no name.
-            result, error = rank_process.read(self._answers[rank].fileno())
+            # Unpickling can run code. It comes from a process that this call has started.
+            result, error = pickle.loads(data)
+            self._settle(rank, RankFailure(rank, None, error) if error else None, result)
         except Exception:
-            result = None
             error = f"spawn: result: expected what this process can unpickle, got\n{traceback.format_exc()}"
-        self._settle(rank, RankFailure(rank, None, error) if error else None, result)
+            self._settle(rank, RankFailure(rank, None, error))
+        return True
 
-    def _obey(self) -> None:
-        words, _ = fork_server.receive(self._control)
-        if not words:
-            self._lose_server()
-        elif words[0] == "serving":
-            self._serving = True
-            self._deadline = time.monotonic() + self._timeout_s
-        else:
-            rank, what = int(words[1]), " ".join(words[2:])
-            self._running.discard(rank)
-            if rank == rank_process.STORE:
-                log.warning("spawn: the process that holds the ranks' store %s: %s", words[0], what)
-            if rank in self._pending and self._talks[rank].fileno() >= 0:
-                self._listen(rank)
-            if rank in self._pending:
-                ended = words[0] == "ended"
-                failure = RankFailure(rank, int(what), "") if ended else RankFailure(rank, None, what)
-                self._settle(rank, failure)
-
-    def _lose_server(self) -> None:
-        self._server_lost = True
-        status = fork_server.client.exit_status()
-        if not self._serving:
-            raise RuntimeError(f"spawn: the process that starts ranks died with exit code {status}")
-        log.warning("spawn: the process that starts ranks died with exit code %s, and they with it", status)
-        for rank in sorted(self._pending):
-            self._settle(rank, RankFailure(rank, -signal.SIGKILL, ""))
+    def _has_ended(self, rank: int) -> bool:
+        code = self._processes[rank].exitcode
+        if code is not None:
+            self._settle(rank, RankFailure(rank, code, ""))
+        return code is not None
 
     def _settle(self, rank: int, failure: RankFailure | None, result: Any = None) -> None:
-        self._pending.discard(rank)
         if failure is None or rank in self._may_die:
             self._results[rank] = result if failure is None else failure
             return
@@ -276,37 +287,21 @@ class _Ranks:
         # The rank's peers will time out; their errors in the next seconds may explain the failure.
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            for talk in self._talks:
-                talk.close()
-            if kind is None:  # ranks exit when this process closes its sockets
-                self._await_end(_LEAVE_S, lambda: not self._running)
-            with contextlib.suppress(OSError):  # not connected: the server is gone
-                self._control.shutdown(socket.SHUT_WR)  # the server kills the remaining ranks
-            # A server that is still starting does not fork for a caller that has closed its socket.
-            starting = not self._serving and not wait([self._control], 0.0)
-            if not starting and not self._await_end(_KILL_S, lambda: False):
-                log.warning("spawn: ranks have not ended within %.0f s after SIGKILL", _KILL_S)
-        finally:
-            fork_server.client.close_call(self._control)
-            for answer in self._answers:
-                answer.close()
+    def _give_up(self, pending: set[int]) -> None:
+        for rank in pending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(0.5)
+        self._failures += [RankFailure(rank, None, "") for rank in sorted(pending)]
 
-    def _await_end(self, seconds: float, enough: Callable[[], bool]) -> bool:
-        """Whether all processes of the call have ended; returns at once when there is `enough`."""
-        deadline = time.monotonic() + seconds
-        while not self._server_lost and not enough():
-            if not wait([self._control], max(0.0, deadline - time.monotonic())):
-                return False
-            words, _ = fork_server.receive(self._control)
-            if not words:
-                return True
-            if words[0] == "ended":
-                self._running.discard(int(words[1]))
-        return True
-
-
-def _memory_file() -> FileIO:
-    """An unnamed file in memory, which disappears with the last process that has it open."""
-    return FileIO(os.memfd_create("flux-spawn"), "w+")
+    def _end(self) -> None:
+        for writer in self._writers:
+            writer.close()
+            _alive.discard(writer)
+        end = time.monotonic() + _KILL_S
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.exitcode is None:
+                log.warning("spawn: %s has not ended within %.0f s after SIGKILL", process.name, _KILL_S)
+        for answer in self._answers:
+            answer.close()

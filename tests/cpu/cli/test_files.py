@@ -378,8 +378,6 @@ OPENS = {
     "integrations/vllm/thresholds.py": "`FLUX_VLLM_TUNING`",  # to tell whether two are the same
     "machine.py": "`/proc/cpuinfo`",
     "plan/choose.py": "`FLUX_RECORD_SHAPES`",
-    "testing/fork_server.py": "`/dev/shm/flux-<pid>",  # of processes that it has ended
-    "testing/rank_process.py": "start",  # files in memory
     "bench/tune.py": "`flux tune --trace`",
 }
 OPENING = re.compile(

@@ -26,9 +26,10 @@ from leftovers import await_end, await_files, children, files, processes, start,
 import flux
 from flux import cli
 from flux.comm.cpu import CpuWorkspace
-from flux.testing import GemmRsCase, RankFailure, SpawnError, fork_server, spawn
+from flux.testing import GemmRsCase, RankFailure, SpawnError, spawn
+from flux.testing.spawn import _context
 
-END_S = 5.0
+END_S = 15.0
 BUSY = tuple(f"rank-{rank}" for rank in range(RANKS))
 CALLERS = str(Path(__file__).with_name("callers.py"))
 
@@ -44,8 +45,7 @@ class Scenario:
         until: it gets the signal when it has made these files
         alive: and has so many processes, `delay_s` later.
         group: all its processes get the signal, as from a terminal.
-        stop_server: its fork server is stopped before.
-        spared: file that names a process which is not the program's to end.
+        spared: file that names a forked child of the program, which goes on, as does its fork server then.
     """
 
     arguments: tuple[str, ...]
@@ -54,7 +54,6 @@ class Scenario:
     alive: int = 1
     delay_s: float = 0.0
     group: bool = False
-    stop_server: bool = False
     spared: str = ""
 
 
@@ -81,13 +80,10 @@ def play(scenario: Scenario, folder: Path) -> Outcome:
             time.sleep(0.02)
         time.sleep(scenario.delay_s)
         pids = list(processes(folder))
-        if scenario.stop_server:
-            (server,) = children(program.pid)
-            os.kill(server, signal.SIGSTOP)
+        spared = children(program.pid) if scenario.spared else []
         begin = time.monotonic()
         (os.killpg if scenario.group else os.kill)(program.pid, scenario.number)
         status = program.wait(30)
-        spared = [int((folder / scenario.spared).read_text())] if scenario.spared else []
         assert all(pid in processes(folder) for pid in spared)
         left = await_end(folder, begin + END_S - time.monotonic(), spared)
     finally:
@@ -99,10 +95,10 @@ def play(scenario: Scenario, folder: Path) -> Outcome:
 
 BENCH = ("-m", "flux", "bench", "gemm_rs", "--cpu", "--world", "2", "--n", "64", "--k", "64", "--m", "64")
 SCENARIOS = {
-    "killed": Scenario((CALLERS, "plain", "FOLDER"), signal.SIGKILL, BUSY, stop_server=True),
+    "killed": Scenario((CALLERS, "plain", "FOLDER"), signal.SIGKILL, BUSY),
     "terminated": Scenario((CALLERS, "fork", "FOLDER"), signal.SIGTERM, (*BUSY, "child"), spared="child"),
     "survivor": Scenario((CALLERS, "survivor", "FOLDER"), signal.SIGTERM, ("left", *BUSY)),
-    # The caller, its fork server, the holder of the store and two ranks, which have many rounds to do.
+    # The caller, multiprocessing's two servers and two ranks, which have many rounds to do.
     "bench": Scenario((*BENCH, "--rounds", "4000"), signal.SIGINT, alive=5, delay_s=0.5, group=True),
 }
 
@@ -118,7 +114,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
 def check(outcome: Outcome, status: int) -> None:
     assert outcome.status == status, outcome.notes["err"]
     assert outcome.processes == {}
-    assert outcome.files == []
+    # multiprocessing leaves its socket, if its process is killed.
+    assert [path for path in outcome.files if "/pymp-" not in path] == []
 
 
 @pytest.mark.parametrize(("name", "number"), [("killed", signal.SIGKILL), ("terminated", signal.SIGTERM)])
@@ -242,19 +239,6 @@ def test_a_rank_that_stays_stopped_is_killed_in_time(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "stopped").read_text()).exists()
 
 
-def leave_shared_memory(rank: int, world_size: int) -> None:
-    if rank == 1:
-        Path(f"/dev/shm/flux-{os.getpid()}-{'0' * 40}").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_shared_memory_of_a_killed_rank_is_removed() -> None:
-    before = set(Path("/dev/shm").glob("flux-*-" + "0" * 40))
-    result = spawn(leave_shared_memory, 2, backend="gloo", may_die={1})
-    assert result == [None, RankFailure(1, -signal.SIGKILL, "")]
-    assert set(Path("/dev/shm").glob("flux-*-" + "0" * 40)) <= before
-
-
 def die_with_a_child(rank: int, world_size: int) -> None:
     if rank == 1:
         if os.fork() == 0:
@@ -290,7 +274,7 @@ def test_ranks_end_with_their_fork_server_and_the_next_call_has_another(
     killer = threading.Thread(target=kill)
     killer.start()
     begin = time.monotonic()
-    with pytest.raises(SpawnError, match="rank 0 died with exit code -9"):
+    with pytest.raises(SpawnError, match="rank 0 died"):
         spawn(sleep, 2, tmp_path, backend="gloo")
     killer.join()
     pids = [(tmp_path / rank).read_text().split()[0] for rank in "01"]
@@ -302,15 +286,6 @@ def test_ranks_end_with_their_fork_server_and_the_next_call_has_another(
     assert spawn(environment, 1, env={"OF_AN_EARLIER_CALL": "2"}) == ["2"]
     monkeypatch.delenv("OF_AN_EARLIER_CALL")
     assert spawn(environment, 1) == [None]
-
-
-def test_a_server_that_is_still_importing_dies_with_its_caller() -> None:
-    client = fork_server._Client()
-    client.open_call()
-    assert client._process is not None
-    server = client._process
-    client.forget()  # this process is not its caller any more
-    assert os.waitpid(server.pid, 0)[1] == signal.SIGKILL
 
 
 def test_calls_of_several_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -391,7 +366,7 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
 
 
 def test_bad_arguments_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server.client, "open_call", lambda: pytest.fail("a process"))
+    monkeypatch.setattr(_context, "Process", lambda **_: pytest.fail("a process"))
     none: dict[str, Any] = {}
     bad = [(arguments, none, kind, expected) for arguments, kind, expected in BAD_POSITIONS]
     bad += [((at_module_level, 2), {name: value}, kind, told) for name, value, kind, told in BAD_OPTIONS]
