@@ -14,7 +14,7 @@ from flux.cli import training
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock, waited
 from measurements import Group, Measured, Other, Source, operator_of
-from results_text import HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
+from results_text import CELLS, HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
 
 _NUMERIC = re.compile(r"[\d.,*–% µs/]*( \(\*{0,2}[\d.]+\*{0,2}\))?")
 
@@ -64,9 +64,7 @@ def changed(sources: Iterable[Source]) -> str:
 
 
 def origin(source: Source, up: str) -> str:
-    return (
-        f"{source.on}, {source.date[:10]}, {links([source], up)}. Kernel changed since: {changed([source])}."
-    )
+    return f"{source.on}, {source.date[:10]}, {links([source], up)}, kernel changed: {changed([source])}."
 
 
 def label(group: Group, found: Measured) -> str:
@@ -80,7 +78,7 @@ def pivot(group: Group) -> str:
     lines: dict[str, dict[int, str]] = {}
     for found in group.rows:
         d = found.derived
-        over = f" / {speed(d.over_parts)}" if d.over_parts is not None else ""
+        over = f"/{speed(d.over_parts)}" if d.over_parts is not None else ""
         lines.setdefault(label(group, found), {})[found.row.m] = (
             f"{speed(d.speedup)}{over}" if found.row.ok else "wrong"
         )
@@ -91,19 +89,19 @@ def pivot(group: Group) -> str:
 def facts(group: Group) -> str:
     """What a table of speed-ups does not show."""
     s = group.summary
-    lines = [f"Over the best way without flux: {both(s.geomean_speedup, s.min_speedup)}"]
-    lines.append(f"over own parts: {both(s.geomean_over_parts, s.min_over_parts)}")
+    lines = [f"Over the best without flux {both(s.geomean_speedup, s.min_speedup)}"]
+    if s.geomean_over_parts is not None:
+        lines.append(f"over own parts {both(s.geomean_over_parts, s.min_over_parts)}")
     if s.geomean_over_floor is not None:
-        lines.append(f"time / floor: {s.geomean_over_floor:.2f}, at most {s.max_over_floor:.2f}")
+        lines.append(f"t/floor {s.geomean_over_floor:.2f}, at most {s.max_over_floor:.2f}")
     names = Counter(found.derived.peer_name for found in group.rows if found.derived.peer_name).most_common()
-    best = ", ".join(f"{name} in {count}" if len(names) > 1 else str(name) for name, count in names)
+    best = ", ".join(f"{name} ({count})" if len(names) > 1 else str(name) for name, count in names)
     ours = sorted(found.derived.flux for found in group.rows if found.derived.flux is not None)
     spreads = [found.row.times["flux"].spread for found in group.rows if "flux" in found.row.times]
-    lines.append(f"a call takes {time(ours[0])} to {time(ours[-1])}, ± {100 * median(spreads):.1f} %")
+    lines.append(f"{time(ours[0])} to {time(ours[-1])} a call, ±{100 * median(spreads):.1f} %; best: {best}")
     absent = sorted(set.intersection(*(set(found.absent) for found in group.rows)))
-    return f"{'; '.join(lines)}. The best way: {best}." + (
-        f" Not there: {', '.join(absent)}." if absent else ""
-    )
+    lines += [f"absent: {', '.join(absent)}"] if absent else []
+    return f"{'; '.join(lines)}."
 
 
 def name_of(group: Group) -> str:
@@ -113,9 +111,9 @@ def name_of(group: Group) -> str:
 
 def of_group(group: Group, up: str) -> str:
     sources = [found.source for found in group.rows]
-    rows = "all rows" if group.is_full else f"{group.covered} of the suite's {group.shapes} shapes"
+    rows = "All rows" if group.is_full else f"{group.covered} of the suite's {group.shapes} shapes"
     days = span(source.date[:10] for source in sources)
-    since = f"{rows}, {days}, {links(sources, up)}. Kernel changed since: {changed(sources)}."
+    since = f"{rows}, {days}, {links(sources, up)}, kernel changed: {changed(sources)}."
     if group.withdrawn:
         since += f" Withdrawn: {group.withdrawn} rows whose routing starves half of the experts."
     return f"### {name_of(group)}, {group.where}\n\n{since} {facts(group)}\n\n{pivot(group)}"
@@ -170,10 +168,10 @@ def vllm(found: Sequence[Other], up: str) -> list[str]:
             for name, of_run in rates.items()
         ]
         model = settings["model"]
-        how = "its defaults, API server" if settings["work"].get("api_server") else "its defaults"
+        how = ", API server" if settings["work"].get("api_server") else ""
         title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
         version = other.data["machine"]["vllm"]
-        said = f"vLLM {version}, {how}; {origin(other.source, up)} {scatter(runs)}"
+        said = f"vLLM {version}{how}, {origin(other.source, up)} {scatter(runs)}"
         parts.append(f"## {title}\n\n{said}\n")
         if metrics:
             parts.append(table(["tokens/s", *metrics], lines))
@@ -206,7 +204,7 @@ def scatter(runs: Any) -> str:
         for metric, samples in run["samples_s"].items()
     }
     widest = max(spread, key=lambda name: spread[name])
-    return f"Samples are up to {100 * spread[widest]:.0f} % apart ({widest})."
+    return f"Samples up to {100 * spread[widest]:.0f} % apart ({widest})."
 
 
 def _rate(rate: float, ratio: float | None) -> str:
@@ -224,17 +222,18 @@ def models(found: Sequence[Other], up: str) -> list[str]:
         for model in other.data["models"]:
             cells: dict[str, dict[str, str]] = {name: {} for name in model["candidates"]}
             for kind, name, ms, apart, ratio, host in training.lines(model):
-                text = f"{time(ms)} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
+                text = f"{ms:.1f} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
                 cells[name][kind] = text
             kinds = [
                 *training.PASSES,
                 *[training.GRAPH] * any(training.GRAPH in line for line in cells.values()),
             ]
             lines = [
-                [name, *(cells[name].get(kind, "–") for kind in kinds), f"{run['step_mib'] / 1024:.1f} GiB"]
+                [name, *(cells[name].get(kind, "–") for kind in kinds), f"{run['step_mib'] / 1024:.1f}"]
                 for name, run in model["candidates"].items()
             ]
-            parts.append(table([training.title(model, settings["tp"]), *kinds, "memory of a step"], lines))
+            title = training.title(model, settings["tp"])
+            parts.append(table([title, *(f"{kind}, ms" for kind in kinds), "memory of a step, GiB"], lines))
     return parts
 
 
@@ -303,7 +302,8 @@ def pages(groups: Sequence[Group], others: Sequence[Other], figures: Path) -> di
             ]
             sources += [other.source for other in (*of_models, *curves)]
         drawn = pictures(sources, mine, figures)
-        parts = [head(page, sources), *([f"Pictures: {drawn}.\n"] if drawn else []), *parts]
+        notes = [*([CELLS] if mine else []), *([f"Pictures: {drawn}.\n"] if drawn else [])]
+        parts = [head(page, sources), *notes, *parts]
         found[f"results/{page.at}.md"] = "\n".join(parts)
     return found
 

@@ -106,9 +106,11 @@ before it was timed. Of each row the newest measurement counts.
 
 Whole models: [vLLM](results/vllm.md), [Megatron-Core](results/megatron.md).
 """
+CELLS = "In tables: over the best without flux, behind the slash over own parts ([meaning](../results.md)).\n"
 VLLM = """\
-Tokens per second, in brackets over stock. `graph` has CUDA graphs, `eager` not. `stock` sums with vLLM's
-own all-reduce, `stock-nccl` with NCCL; `unfused` is without vLLM's fusion of all-reduce and RMSNorm.
+vLLM's defaults; tokens per second, in brackets over stock. `graph` has CUDA graphs, `eager` not. `stock`
+sums with vLLM's own all-reduce, `stock-nccl` with NCCL; `unfused` is without vLLM's fusion of all-reduce
+and RMSNorm.
 See [vllm.md](../vllm.md).
 """
 MODELS = """\
