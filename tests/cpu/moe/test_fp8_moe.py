@@ -286,20 +286,13 @@ def test_grouped_gemm_layouts_of_scales(kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"scale_w": None}, "scale_w: expected a tensor"),
-        ({"scale_x": None}, "scale_x: expected a tensor"),
-        ({"scale_x": torch.ones(40, 3)}, r"scale_x: expected one entry, \[40, 1\] or \[40, 2\]"),
-        ({"scale_w": torch.ones(4, 2, 3)}, r"scale_w: expected shape \[4, 2, 2\]"),
         ({"scale_w": torch.ones(4, 160)}, r"scale_w: expected shape \[4, 2, 2\]"),
         ({"scale_x": torch.ones(1)}, r"scale_w: expected one entry, \[4\], \[4, 160\]"),
-        ({"out_dtype": torch.int8}, "out_dtype: expected bfloat16"),
         ({"accumulate": "fast"}, "accumulate: expected 'promoted' with block scales"),
         (
             {"weight": torch.ones(4, 256, 160).to(E4M3).transpose(1, 2)},
             r"weight: expected .* stride\(2\) == 1",
         ),
-        ({"weight": torch.ones(4, 160, 256).to(E5M2)}, "weight: expected dtype float8_e4m3fn"),
-        ({"x": torch.ones(40, 256)}, "x: expected dtype float8_e4m3fn or float8_e5m2"),
     ],
 )
 def test_grouped_gemm_bad_arguments(change: dict[str, Any], told: str) -> None:

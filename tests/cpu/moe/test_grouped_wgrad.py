@@ -176,17 +176,10 @@ G, X, MAIN = torch.ones(ROWS, N), torch.ones(ROWS, K), torch.ones(4, N, K)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"x": X[0]}, r"x: expected 2 dimensions \[m, k\], got 1"),
-        ({"grad_output": G[1:]}, r"grad_output: expected \[m, n\] with m = 12"),
-        ({"grad_output": G[None]}, r"grad_output: expected \[m, n\]"),
-        ({"x": X.int()}, "x: expected dtype bfloat16"),
-        ({"grad_output": G.half()}, "grad_output: expected dtype torch.float32"),
-        ({"offsets": OFFSETS.long()}, "offsets: expected dtype int32"),
         ({"offsets": OFFSETS[:0]}, r"offsets: expected shape \[experts \+ 1\], got shape \[0\]"),
         ({"offsets": OFFSETS + 1}, "offsets: expected 0 as the first entry"),
         ({"offsets": OFFSETS.flip(0) - 9}, "offsets: expected 0 as|offsets: expected entries that do not"),
         ({"offsets": 2 * OFFSETS}, "offsets: expected entries up to the 12 rows, got 18"),
-        ({"offsets": OFFSETS.to("meta")}, "offsets: expected device cpu"),
     ],
 )
 def test_bad_arguments(change: dict[str, torch.Tensor], told: str) -> None:
@@ -195,20 +188,6 @@ def test_bad_arguments(change: dict[str, torch.Tensor], told: str) -> None:
         flux.grouped_wgrad(**given)
     with pytest.raises(ValueError, match=f"grouped_wgrad_accum: ({told})"):
         flux.grouped_wgrad_accum(**given, main_grad=MAIN.clone())
-
-
-@pytest.mark.parametrize(
-    ("main_grad", "told"),
-    [
-        (MAIN[1:], r"expected shape \[4, 16, 24\], got shape \[3, 16, 24\]"),
-        (MAIN.half(), "expected dtype torch.float32"),
-        (MAIN.to("meta"), "expected device cpu"),
-        (MAIN.clone().requires_grad_(), "expected a tensor that needs no gradient"),
-    ],
-)
-def test_bad_main_grads(main_grad: torch.Tensor, told: str) -> None:
-    with pytest.raises(ValueError, match=f"grouped_wgrad_accum: main_grad: {told}"):
-        flux.grouped_wgrad_accum(G, X, OFFSETS, main_grad)
 
 
 @pytest.mark.parametrize("between", [False, True])

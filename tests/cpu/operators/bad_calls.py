@@ -71,10 +71,10 @@ def normed(reference: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def of_scaled(reference: Callable[..., Any]) -> Callable[..., Any]:
     """A reference that takes scales by position, for the arguments of the public function."""
-    group = ("group",) if "group" in inspect.signature(reference).parameters else ()
-    before = ("x", "weight", "bias", *group, "transpose_weight")
+    parameters = inspect.signature(reference).parameters.values()
+    before = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     if reference is grouped_gemm.reference:
-        before = ("x", "weight", "offsets", "rows", "activation")
+        before = ["x", "weight", "offsets", "rows", "activation"]
 
     def scaled_reference(out: Any = None, **rest: Any) -> Any:
         return reference(*(rest.get(name) for name in (*before, *fp8.NAMES)))
@@ -93,6 +93,16 @@ def good(op: str, call: Callable[..., Any] | None = None, **arguments: Any) -> G
     wrap = normed if "norm_weight" in arguments else of_scaled if "scale_w" in arguments else plain
     reference = wrap(REFERENCES[op]) if op in REFERENCES else function
     return Good(op, function, reference, arguments)
+
+
+def good_list(arguments: dict[str, Any]) -> Good:
+    """A call of ag_gemm with a list of weights."""
+
+    def reference(x: Tensor, weight: Any, bias: Any, out: Any) -> list[Tensor]:
+        assert all(type(each) is list for each in (weight, bias, out))
+        return [references.ag_gemm(x, *each) for each in zip(weight, bias, strict=True)]
+
+    return Good("ag_gemm", flux.ag_gemm, reference, arguments)
 
 
 def main_grad_of(op: str) -> Callable[..., Tensor]:
@@ -124,6 +134,8 @@ def good_scaled_calls(p: int) -> list[Good]:
         good("gemm", **block),
         good("gemm_rs", **rows, out=torch.zeros(M // p, N).half()),
         good("gemm_rs", **block),
+        good("ag_gemm", **rows, out=torch.zeros(M * p, N).half()),
+        good("gemm_ar", **block),
         good("grouped_gemm", **tokens, **experts, offsets=offsets, rows=order, activation="silu"),
         good("moe.ag_scatter_gemm", **tokens, **experts, routing=routing, activation=None),
         good("moe.gemm_gather_rs", **of_hidden, **w2, routing=routing),
@@ -151,6 +163,7 @@ def good_calls(p: int) -> list[Good]:
         good("gemm", **common, out=out(M)),
         good("gemm_rs", **common, out=out(M // p)),
         good("ag_gemm", **common, out=out(M * p)),
+        good_list({"x": x, "weight": [weight, w1[0]], "bias": [bias, None], "out": [out(M * p), out(M * p)]}),
         good("gemm_ar", **common, residual=grad, out=out(M)),
         good("gemm_ar", **common, residual=grad, norm_weight=integers(N), eps=1e-6),
         good("all_gather", x=x, out=out(M * p, K)),
@@ -290,6 +303,12 @@ def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(value, Tensor):
             for what, bad in bad_tensors(value, refuses_gradients):
                 yield f"{name}: {what}", good.arguments | {name: bad}
+        elif isinstance(value, list):
+            for what, bad in bad_tensors(value[0], refuses_gradients):
+                if bad is not None:
+                    yield f"{name}[0]: {what}", good.arguments | {name: [bad, value[1]]}
+            for other in ([], value[:1], [*value, value[0]], value[0], 3, "x", {"x": value[0]}):
+                yield f"{name}: {other!r:.40}", good.arguments | {name: other}
         else:
             for bad in BAD_OPTIONS[name]:
                 yield f"{name}: {bad!r}", good.arguments | {name: bad}
@@ -310,7 +329,7 @@ def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
     if good.op not in WITHOUT_GROUP and "routing" not in good.arguments:
         for bad in BAD_OPTIONS["group"]:
             yield f"group: {bad!r}", good.arguments | {"group": bad}
-    if "out" in good.arguments:
+    if isinstance(good.arguments.get("out"), Tensor):
         yield from overlapping(good)
 
 

@@ -1,4 +1,6 @@
-"""Over a thousand calls that do not fit: each ends in an error that says what, or in torch's own result."""
+"""Thousands of calls that do not fit: each ends in torch's own result, or in an error that names the argument
+and says what is expected and what is wrong with what it got.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import functools
 import re
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from bad_calls import Good, bad_calls, good_calls
 
+import flux
 from flux.testing import spawn
 
 
@@ -38,16 +43,48 @@ def same(result: Any, expected: Any) -> bool:
     )
 
 
+# What is compared with an argument: it may be named in its place.
+COMPARED = {
+    "x": "weight out residual scale_x grad_output main_grad routing rows offsets scale",
+    "weight": "bias scale_w offsets",
+    "out": "x weight bias",
+    "topk_ids": "topk_weights",
+    "rows": "offsets",
+    "grad_output": "main_grad",
+    "offsets": "main_grad",
+    "scale_x": "scale_w",
+    "routing": "x",
+}
+# What a message says of a tensor, if not its shape, type or device.
+FACTS = ("nested", "negates", "requires_grad", "stride", "overlap", "after", "empty", "a tensor")
+
+
+def tells(got: str, bad: Any) -> bool:
+    """Whether a message says what is wrong with this value."""
+    words = [type(bad).__name__, f"{bad!r}"[:30], "a list", "GROUP_MEMBER"]
+    if isinstance(bad, list):
+        words += [str(len(bad)), "empty"]
+    if isinstance(bad, torch.Tensor):
+        words += FACTS
+        words += (
+            [] if bad.is_nested else map(str, (list(bad.shape), bad.dtype, bad.dim(), bad.device, bad.layout))
+        )
+    return any(word in got for word in words)
+
+
 def judge(good: Good, what: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     """What is wrong with how a bad call ends, empty if nothing is; and whether it is refused."""
     argument = what.split(":")[0]
     try:
         result = good.call(**arguments)
     except (TypeError, ValueError) as error:
-        # Two arguments that do not fit each other: either may be named.
-        names = "|".join(re.escape(name) for name in {*arguments, argument, "group", "scale_x"})
-        form = rf"{re.escape(good.op)}: ({names})(\[\d+\])?: expected .+, got .+"
-        return "" if re.fullmatch(form, str(error), re.DOTALL) else f"says {error!r}", True
+        form = rf"{re.escape(good.op)}: (\w+)(?:\[\d+\])?: expected .+, got (.+)"
+        found, name = re.fullmatch(form, str(error), re.DOTALL), argument.removesuffix("[0]")
+        bad = arguments[name] if name == argument else arguments[name][0]
+        right = found and (found[1] == name and (tells(found[2], bad) or name == "routing"))
+        if right or (found and found[1] in COMPARED.get(name, "").split()):
+            return "", True
+        return f"says {error!r}", True
     except Exception as error:
         return f"raises {error!r}", False
     try:
@@ -88,10 +125,34 @@ def test_bad_calls_end_in_an_error_or_torchs_result() -> None:
     assert count >= 2000
 
 
+def of_several(routing: flux.moe.Routing) -> list[tuple[Callable[[], object], str]]:
+    """Calls in which several arguments do not fit, or of which one rank is no example; what they say."""
+    ids, scores, weight = torch.zeros(3, 17).long(), torch.ones(3, 17), torch.ones(4, 5, 4)
+    route = functools.partial(flux.moe.route, ids[:, :2], scores[:, :2])
+    offsets, swiglu = torch.zeros(5, dtype=torch.int32), {"activation": "swiglu"}
+    return [
+        (lambda: flux.reduce_scatter(scores), r"reduce_scatter: x: .* divisible by the 2 ranks .*\[3, 17\]"),
+        (lambda: flux.moe.route(ids, scores, 4), r"moe.route: topk_ids: .*1 to 16.*\[3, 17\]"),
+        (lambda: route(5, ep_size=2), "moe.route: num_experts: .*multiple of ep_size = 2, got 5"),
+        (lambda: route(4, max_tokens=2**29), rf"moe.route: max_tokens: .*2\*\*30.*{2**29}"),
+        (lambda: flux.grouped_gemm(scores[:, :4], weight, offsets, **swiglu), r"weight: .*even.*\[4, 5, 4\]"),
+        (lambda: flux.moe.ag_scatter_gemm(torch.ones(8, 4), weight, routing, **swiglu), "weight: .*even"),
+        (lambda: flux.ag_gemm(scores, scores, [scores[0]]), "bias: .*weight is one tensor, got a list"),
+        (
+            lambda: flux.ag_gemm(torch.tensor(1.0), scores, out=scores, return_gathered=True),
+            r"ag_gemm: x: expected at least 2 dimensions \[m, k\], got 0",
+        ),
+    ]
+
+
 def by_one_rank(rank: int, p: int, refused: Calls) -> tuple[int, list[str]]:
     """Rank 0 alone makes calls that are refused. They end before anything is exchanged: nobody notices."""
     warnings.simplefilter("ignore")
     count, complaints = 0, []
+    routing = good_calls(p)[-4].arguments["routing"]
+    for call, words in of_several(routing) if (rank, p) == (0, 2) else ():
+        with pytest.raises(ValueError, match=words):
+            call()
     for number, good in enumerate(good_calls(p)):
         begin = time.monotonic()
         for what, arguments in bad_calls(good) if rank == 0 else ():
