@@ -222,7 +222,7 @@ def models(found: Sequence[Other], up: str) -> list[str]:
         for model in other.data["models"]:
             cells: dict[str, dict[str, str]] = {name: {} for name in model["candidates"]}
             for kind, name, ms, apart, ratio, host in training.lines(model):
-                text = f"{ms:.1f} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
+                text = f"{ms:.1f} ({speed(ratio)}) ±{100 * apart:.0f}{' *host*' if host else ''}"
                 cells[name][kind] = text
             kinds = [
                 *training.PASSES,
@@ -233,7 +233,7 @@ def models(found: Sequence[Other], up: str) -> list[str]:
                 for name, run in model["candidates"].items()
             ]
             title = training.title(model, settings["tp"])
-            parts.append(table([title, *(f"{kind}, ms" for kind in kinds), "memory of a step, GiB"], lines))
+            parts.append(table([title, *(f"{kind}, ms ±%" for kind in kinds), "memory of a step, GiB"], lines))
     return parts
 
 

@@ -8,6 +8,7 @@ Asks what the plugin asks (flux.integrations.vllm.predict), for GPUs like those 
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from unittest import mock
 
 from flux.integrations.vllm.predict import FUSED_BY_VLLM_BYTES, Model, predict
@@ -41,9 +42,14 @@ def table() -> str:
     """The Markdown table."""
     lines = ["| model | ranks | layers | experts |", "|---|---|---|---|"]
     for model in MODELS:
-        for ranks in FUSED_BY_VLLM_BYTES:
-            lines.append(f"| {model.name} | {ranks} | {_cell(_now(model, ranks))} | {_experts(model)} |")
+        lines += [f"{line} {_experts(model)} |" for line in _lines(model)]
     return "\n".join(lines)
+
+
+def _lines(model: Model) -> list[str]:
+    """Name, numbers of ranks that run alike, and what they run."""
+    alike = groupby(FUSED_BY_VLLM_BYTES, lambda ranks: _cell(_now(model, ranks)))
+    return [f"| {model.name} | {', '.join(map(str, ranks))} | {cell} |" for cell, ranks in alike]
 
 
 def _experts(model: Model) -> str:
@@ -58,8 +64,7 @@ def quantised() -> str:
     lines = ["| model | ranks | with these settings |", "|---|---|---|"]
     with mock.patch.dict(os.environ, ASKED):
         for model in MODELS:
-            for ranks in FUSED_BY_VLLM_BYTES if model.quantised else ():
-                lines.append(f"| {model.name} | {ranks} | {_cell(_now(model, ranks))} |")
+            lines += _lines(model) if model.quantised else []
     return "\n".join(lines)
 
 
