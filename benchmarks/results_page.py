@@ -232,8 +232,9 @@ def models(found: Sequence[Other], up: str) -> list[str]:
                 [name, *(cells[name].get(kind, "–") for kind in kinds), f"{run['step_mib'] / 1024:.1f}"]
                 for name, run in model["candidates"].items()
             ]
+            columns = [f"{kind}, ms ±%" for kind in kinds]
             title = training.title(model, settings["tp"])
-            parts.append(table([title, *(f"{kind}, ms ±%" for kind in kinds), "memory of a step, GiB"], lines))
+            parts.append(table([title, *columns, "memory of a step, GiB"], lines))
     return parts
 
 

@@ -26,7 +26,7 @@ from flux.bench.model import (
 )
 from flux.bench.record import Record
 
-# The bar of each op: docs/benchmarks.md, "The bar".
+# The target of each op: docs/benchmarks.md, "Targets".
 BARS = {
     "gemm": Bar(row=0.90, geomean=0.95),
     "gemm_rs": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),

@@ -33,7 +33,7 @@ VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
 # Between more than two ranks, the time of a second trip with a norm over that without one. In a launch of
 # its own, an owner of a few rows has few CTAs to sum and normalise them; behind a GEMM, CTAs have less to sum
-# after two trips (docs/design/decode.md#one-trip-or-two-with-a-norm).
+# after two hops (docs/design/decode.md#one-shot-or-two-shot-with-a-norm).
 _TRIP_ALONE_WITH_NORM, _TRIP_BEHIND_GEMM_WITH_NORM = 2.8, 0.35
 
 # Of flux.gemm_rs and flux.all_gather, and of an exchange of the last rows if the ranks do not divide all.
