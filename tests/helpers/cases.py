@@ -4,15 +4,18 @@ world size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import flux
 from flux.testing import spawn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,8 +87,16 @@ def by_name(*scenarios: Function) -> dict[str, Function]:
     return {scenario.__name__: scenario for scenario in scenarios}
 
 
-def run_scenarios(scenarios: Mapping[str, Scenario], rank: int, world_size: int) -> dict[str, str]:
-    """What each scenario says on a rank, by name, such as the traceback of one that fails; or nothing."""
+def run_scenarios(
+    scenarios: Mapping[str, Scenario],
+    rank: int,
+    world_size: int,
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, str]:
+    """What each scenario says on a rank, by name, such as the traceback of one that fails; or nothing.
+    prepare: is called once before all of them.
+    """
+    prepare()
     answers = {}
     for name, scenario in asked(scenarios, world_size).items():
         try:
@@ -115,16 +126,18 @@ class Answers:
 
 
 def scenario_test(
-    world_sizes: Sequence[int], *scenarios: Scenario, timeout_s: float = 120
+    world_sizes: Sequence[int], *scenarios: Scenario, timeout_s: float = 120, **how: Any
 ) -> Callable[[int, str], None]:
-    """A test of each scenario with each number of ranks: none of them may fail, or return what is wrong."""
+    """A test of each scenario with each number of ranks: none of them may fail, or return what is wrong.
+    how: of run_scenarios.
+    """
     named = by_name(*scenarios)
-    answers = Answers(functools.partial(run_scenarios, named), timeout_s)
+    answers = Answers(functools.partial(run_scenarios, named, **how), timeout_s)
 
     @pytest.mark.parametrize(("world_size", "scenario"), questions(world_sizes, named))
     def test(world_size: int, scenario: str) -> None:
         told = answers.of(world_size, scenario)
-        assert told == [""] * world_size, "\n".join(told)
+        assert told == [""] * world_size, "\n".join(map(str, told))
 
     return test
 
@@ -140,6 +153,14 @@ class Calls(TorchDispatchMode):
         if func.namespace == "flux":
             self.names.append(func._schema.name.removeprefix("flux::"))
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counted(*names: str) -> Iterator[list[mock.Mock]]:
+    """flux's functions of these names, with mocks around them that count their calls."""
+    with contextlib.ExitStack() as stack:
+        patches = [mock.patch.object(flux, name, wraps=getattr(flux, name)) for name in names]
+        yield [stack.enter_context(patch) for patch in patches]
 
 
 def opcheck(op: Any, arguments: tuple[Any, ...]) -> None:

@@ -26,6 +26,8 @@ EXPERTS, TOP_K = 4, 2
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
 )
+# Megatron warns of what it lacks on CPUs.
+on_cpus = [needs_megatron, pytest.mark.filterwarnings("ignore")]
 
 
 def prepare(tensor_parallel: int, device: str = "cpu", graphs: bool = False, **sizes: Any) -> None:
@@ -262,6 +264,35 @@ def losses_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def forward(model: Any, seed: int) -> torch.Tensor:
     """Loss of one micro-batch."""
     return token_losses(model, seed).mean()
+
+
+def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for number in range(microbatches):
+        loss = forward(model, number)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_alike(got: Any, expected: Any, where: str = "") -> None:
+    """Equal except for the order of sums in fp32."""
+    # An element whose terms cancel has their error: four units of the tensor's largest element are allowed.
+    if isinstance(expected, torch.Tensor):
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        atol = max(1e-7, 4 * torch.finfo(torch.float32).eps * largest)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=atol)
+        return
+    assert type(got) is type(expected) and len(got) == len(expected)
+    keys = expected.keys() if isinstance(expected, dict) else range(len(expected))
+    for key in keys:
+        try:
+            assert_alike(got[key], expected[key])
+        except AssertionError as error:
+            error.add_note(f"in {key} {where}")
+            raise
 
 
 def flux_layers(model: Any) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symm_mem
-from cases import Answers
+from cases import Answers, counted
 from torch.utils.checkpoint import checkpoint
 
 import flux
@@ -295,8 +295,7 @@ def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
         model.zero_grad()
         leaf = x.clone().requires_grad_()
         with (
-            mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
-            mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
+            counted("ag_gemm", "gemm_rs") as (ag, rs),
             mock.patch.object(dist, "is_nccl_available", lambda: True),  # the pass asks, and needs it not
             _torch._inductor.config.patch(_micro_pipeline_tp=True),
             _symm_mem._test_mode(),  # every group may use symmetric memory

@@ -10,11 +10,10 @@ import weakref
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
+from cases import asked_at, scenario_test
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -27,7 +26,6 @@ from flux.integrations.dtensor import (
     SharedOutputs,
 )
 from flux.layers import functional
-from flux.testing import spawn
 
 HIDDEN, WIDE = 16, 32
 
@@ -188,6 +186,7 @@ def one_layer(mesh: DeviceMesh, place: int, options: dict[str, Any], x: torch.Te
     return "; ".join(filter(None, (same(name, results[1][name], a) for name, a in results[0].items())))
 
 
+@asked_at(4)
 def one_layer_each(rank: int, p: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
     own = HIDDEN // p
@@ -238,15 +237,6 @@ def one_layer_each(rank: int, p: int) -> dict[str, str]:
     return {name: answer for name, answer in answers.items() if answer not in ("", LEFT_OUT)}
 
 
-def test_one_layer() -> None:
-    assert spawn(one_layer_each, 4, backend="gloo", timeout_s=120) == [{}] * 4
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_same_as_torch(world_size: int) -> None:
-    assert spawn(work, world_size, backend="gloo") == [{}] * world_size
-
-
 def count_gathers(model: nn.Module, x: torch.Tensor) -> int:
     """How many gathering GEMMs the compiler sees in a forward pass."""
     targets: list[str] = []
@@ -259,6 +249,7 @@ def count_gathers(model: nn.Module, x: torch.Tensor) -> int:
     return sum("ag_gemm" in target for target in targets)
 
 
+@asked_at(2)
 def compiled(rank: int, world_size: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     answers = {}
@@ -272,30 +263,6 @@ def compiled(rank: int, world_size: int) -> dict[str, str]:
     gathers = count_gathers(parallel(mesh, FLUX, Shard(1), True, shared=True), x)
     answers["gathers"] = "" if gathers == 1 else f"{gathers} gathers"
     return {name: answer for name, answer in answers.items() if answer}
-
-
-def test_compiled() -> None:
-    assert spawn(compiled, 2, backend="gloo", timeout_s=240) == [{}] * 2
-
-
-def with_fsdp(rank: int, world_size: int) -> str:
-    """Two-dimensional: FSDP2 over one dimension of the mesh, flux over the other."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    x = integers(rank, 2, 5, HIDDEN)
-    results = []
-    for colwise, rowwise in (STOCK, FLUX):
-        column, row = colwise(input_layouts=Shard(1)), rowwise(output_layouts=Shard(1))
-        plan = {"gate": column, "up": copy.copy(column), "down": row}
-        model = parallelize_module(Mlp(True), mesh["tp"], plan)
-        fully_shard(model, mesh=mesh["dp"])
-        out = model(x)
-        (out * (torch.arange(out.numel()) % 7 - 3).view(out.shape)).sum().backward()
-        results.append([out, *(parameter.grad for parameter in model.parameters())])
-    return "; ".join(filter(None, (same("", b, a) for a, b in zip(*results, strict=True))))
-
-
-def test_with_fsdp() -> None:
-    assert spawn(with_fsdp, 4, backend="gloo") == [""] * 4
 
 
 def test_what_is_left_to_torch() -> None:
@@ -375,6 +342,7 @@ class Branches(nn.Module):
         return gate, self.up(x)
 
 
+@asked_at(2)
 def no_stale_outputs(rank: int, p: int) -> str:
     """One input tensor for all steps, as in a loop over a static buffer, and layers called one at a time."""
     mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
@@ -432,6 +400,7 @@ def no_stale_outputs(rank: int, p: int) -> str:
     return "; ".join(filter(None, found))
 
 
+@asked_at(2)
 def copies(rank: int, p: int) -> str:
     """A deep copy, such as an average of weights, computes with its own weights."""
     mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
@@ -457,14 +426,7 @@ def copies(rank: int, p: int) -> str:
     return "; ".join(filter(None, found))
 
 
-def objects(rank: int, world_size: int) -> list[str]:
-    return [no_stale_outputs(rank, world_size), copies(rank, world_size)]
-
-
-def test_no_stale_outputs_and_copies() -> None:
-    assert spawn(objects, 2, backend="gloo") == [["", ""]] * 2
-
-
+@asked_at(2)
 def under_autocast(rank: int, world_size: int) -> dict[str, str]:
     """Dtypes of results and gradients, for x of two dtypes and fp32 weights: those of torch's styles."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -497,5 +459,6 @@ def under_autocast(rank: int, world_size: int) -> dict[str, str]:
     return answers
 
 
-def test_under_autocast() -> None:
-    assert spawn(under_autocast, 2, backend="gloo", timeout_s=60) == [{}] * 2
+test_styles = scenario_test(
+    (2, 4), work, one_layer_each, compiled, no_stale_outputs, copies, under_autocast, timeout_s=240
+)

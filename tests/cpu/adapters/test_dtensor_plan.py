@@ -1,20 +1,27 @@
 """convert_plan: the tensor- and sequence-parallel plan of a Llama, as for torch's styles, trained as usual:
-FSDP2 x TP, activations recomputed, gradients clipped, and a checkpoint that goes on at another TP.
+FSDP2 x TP, activations recomputed, gradients clipped, and checkpoints that go on at another TP, or in the
+other's styles.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases import counted
+from effort import some
 from test_dtensor import Mlp, integers, same
-from test_dtensor_training import Trainee, saved
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -35,7 +42,7 @@ from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, 
 from flux.testing import spawn
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, WIDE, BLOCKS = 64, 32, 8, 4, 64, 2
-BATCH, SEQUENCE, STEPS = 4, 8, 20
+BATCH, SEQUENCE, STEPS = 4, 8, some(20)
 HEAD = HIDDEN // HEADS
 
 
@@ -127,6 +134,9 @@ def plan() -> dict[str, Any]:
     }
 
 
+Trainee = tuple[nn.Module, torch.optim.Optimizer]
+
+
 def build(mesh: DeviceMesh, styles: dict[str, Any]) -> Trainee:
     torch.manual_seed(5)
     model = parallelize_module(Llama(), mesh["tp"], styles)
@@ -136,8 +146,8 @@ def build(mesh: DeviceMesh, styles: dict[str, Any]) -> Trainee:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(trainee: Trainee, mesh: DeviceMesh, number: int) -> tuple[float, float]:
-    """The loss of all ranks, and the norm of the gradient before it was clipped."""
+def step(trainee: Trainee, mesh: DeviceMesh, number: int) -> dict[str, torch.Tensor]:
+    """The loss of all ranks, the norm of the gradient before it was clipped, and the clipped gradients."""
     model, optimizer = trainee
     g = torch.Generator().manual_seed(number)
     batch = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=g)
@@ -148,32 +158,53 @@ def step(trainee: Trainee, mesh: DeviceMesh, number: int) -> tuple[float, float]
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     assert isinstance(norm, DTensor)
+    grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size(), norm.full_tensor().item()
+    return {"loss": mean / dist.get_world_size(), "norm": norm.full_tensor(), **grads}
+
+
+def saved(trainee: Trainee, other: Trainee) -> Trainee:
+    """`other`, with the state of `trainee`, through a checkpoint on disk."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(str(folder[0])) / "checkpoint"
+    model, optimizer = get_state_dict(*trainee)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    model, optimizer = get_state_dict(*other)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(*other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path.parent)
+    return other
 
 
 def train(rank: int, p: int) -> None:
     mesh, other = (init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in ((2, 2), (1, 4)))
     stock, ours = build(mesh, plan()), build(mesh, convert_plan(plan()))
-    moved = None
+    trainees = {"on flux": (ours, mesh)}
     for number in range(STEPS):
         if number == STEPS // 2:
-            moved = saved(ours, build(other, convert_plan(plan())))
+            trainees |= {
+                "on flux, TP 4": (saved(ours, build(other, convert_plan(plan()))), other),
+                "saved by torch": (saved(stock, build(mesh, convert_plan(plan()))), mesh),
+                "saved on flux": (saved(ours, build(mesh, plan())), mesh),
+            }
         expected = step(stock, mesh, number)
-        with (
-            mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
-            mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
-        ):
-            results = {"TP 2": step(ours, mesh, number)}
-        # One for q, k and v, and one for w1 and w3; both again when the block is recomputed.
-        assert (ag.call_count, rs.call_count) == (BLOCKS * 2 * 2 + 1, BLOCKS * 2 * 2), (ag, rs)
-        if moved is not None:
-            results["TP 4"] = step(moved, other, number)
-        for name, found in results.items():
-            for got, wanted in zip(found, expected, strict=True):
-                assert abs(got - wanted) <= 1e-6 * wanted, f"step {number}, {name}: {found}, not {expected}"
+        for name, trainee in trainees.items():
+            with counted("ag_gemm", "gemm_rs") as (ag, rs):
+                found = step(*trainee, number)
+            # One for q, k and v, and one for w1 and w3; both again when the block is recomputed.
+            calls = (0, 0) if name == "saved on flux" else (BLOCKS * 2 * 2 + 1, BLOCKS * 2 * 2)
+            assert (ag.call_count, rs.call_count) == calls, name
+            assert found.keys() == expected.keys() and len(found) > 10
+            for part, wanted in expected.items():
+                rtol, atol = (1e-6, 0.0) if part in ("loss", "norm") else (1e-4, 1e-6)
+                at = f"step {number}, {name}, {part}: "
+                torch.testing.assert_close(found[part], wanted, rtol=rtol, atol=atol, msg=at.__add__)
 
 
 def test_llama_trains_as_with_torchs_styles() -> None:

@@ -26,6 +26,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import counted
+from megatron_models import Told
 
 import flux
 from flux.integrations import async_tp
@@ -174,8 +176,7 @@ def sglang(enabled: bool, has_layernorm_sp: bool = True) -> Iterator[None]:
 
 def all_reduces(rank: int, world_size: int, setting: str) -> list[str]:
     """SGLang's sums: on flux if asked for, and those alone that flux runs fused."""
-    said = Said()
-    logging.getLogger("flux").addHandler(said)
+    said = Told()
     logging.getLogger("flux").setLevel(logging.INFO)
     alone = dist.new_group([rank], use_local_synchronization=True)
     with (
@@ -266,19 +267,9 @@ def begin_model() -> Any:
     return sequence
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def prefill(rank: int, world_size: int) -> list[str]:
     """A column- and a row-parallel layer, as they run between sequence-parallel norms."""
-    said = Said()
-    logging.getLogger("flux").addHandler(said)
+    said = Told()
     logging.getLogger("flux").setLevel(logging.INFO)
     g = torch.Generator().manual_seed(1)
     x, up, down = (
@@ -297,8 +288,7 @@ def prefill(rank: int, world_size: int) -> list[str]:
     )
     with (
         sglang(True),
-        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
-        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
+        counted("ag_gemm", "gemm_rs") as (gathers, scatters),
     ):
         load_plugins()
         sequence = begin_model()

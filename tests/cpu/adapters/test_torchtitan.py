@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import counted
 
-import flux
 from flux.integrations import async_tp
 from flux.testing import spawn
 
@@ -99,8 +99,7 @@ def feed_forward(rank: int, p: int) -> tuple[dict[str, int], list[str]]:
              ((x, 0), (up, 0), (bias, 0), (down, 1))]  # fmt: skip
     gather, scatter = functions()
     with (
-        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
-        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
+        counted("ag_gemm", "gemm_rs") as (ag, rs),
         mock.patch.object(torch, "mm", _wide_mm),
     ):
         hidden = gather.apply(parts[0], parts[1], parts[2], group, group.group_name)
@@ -151,10 +150,7 @@ def whole_model(rank: int, p: int, how: str) -> str:
     expected = [stock.step(number) for number in range(20)]
     async_tp.install()
     ours = Trainee(rank, p, True, how == "compiled")
-    with (
-        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
-        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
-    ):
+    with counted("ag_gemm", "gemm_rs") as (ag, rs):
         for number, wanted in enumerate(expected):
             found = ours.step(number)
             assert found.keys() == wanted.keys() and all(grad.any() for grad in found.values())

@@ -15,13 +15,13 @@ from megatron_models import (
     Calls,
     OnCpu,
     Told,
+    assert_alike,
     forward,
     grouped_config,
     grouped_pair,
     replicas,
     summed_grads,
 )
-from test_megatron import assert_alike
 from test_megatron_moe import facts, groups, train
 
 MODELS: dict[str, dict[str, Any]] = {

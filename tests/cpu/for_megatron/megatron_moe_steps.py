@@ -7,8 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron_models import SWIGLU, Calls, forward, make_moe_config, moe_pair, replicas, summed_grads
-from test_megatron import assert_alike
+from megatron_models import (
+    SWIGLU,
+    Calls,
+    assert_alike,
+    forward,
+    make_moe_config,
+    moe_pair,
+    replicas,
+    summed_grads,
+)
 
 
 def recorded(result: torch.Tensor) -> set[str]:

@@ -8,62 +8,38 @@ import contextlib
 import copy
 import importlib
 import logging
+import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import megatron_spec_steps as steps
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, run_scenarios
+from cases import scenario_test
 from megatron_models import (
     KINDS,
     MIXTURE,
     MODELS,
     Told,
+    assert_alike,
     flux_layers,
     forward,
     make_config,
     make_model,
-    needs_megatron,
+    on_cpus,
     pair,
     prepare,
     replicas,
     stock_spec,
     summed_grads,
+    train,
 )
 
 from flux.ops import autograd
 
-pytestmark = needs_megatron
-
-
-def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients."""
-    model.zero_grad(set_to_none=True)
-    losses = []
-    for number in range(microbatches):
-        loss = forward(model, number)
-        loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses), {name: p.grad for name, p in model.named_parameters()}
-
-
-def assert_alike(got: Any, expected: Any, where: str = "") -> None:
-    """Equal except for the order of sums in fp32."""
-    # An element whose terms cancel has their error: four units of the tensor's largest element are allowed.
-    if isinstance(expected, torch.Tensor):
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
-        atol = max(1e-7, 4 * torch.finfo(torch.float32).eps * largest)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=atol)
-        return
-    assert type(got) is type(expected) and len(got) == len(expected)
-    keys = expected.keys() if isinstance(expected, dict) else range(len(expected))
-    for key in keys:
-        try:
-            assert_alike(got[key], expected[key])
-        except AssertionError as error:
-            error.add_note(f"in {key} {where}")
-            raise
+pytestmark = on_cpus
 
 
 def equal_to_stock(rank: int, world_size: int) -> None:
@@ -292,37 +268,15 @@ def replicated_gradients(rank: int, world_size: int) -> None:
         assert torch.equal(p.grad, grads[name]), name
 
 
-def specs(rank: int, world_size: int) -> None:
-    from megatron.core.extensions import transformer_engine as te
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
+def norms(rank: int, world_size: int) -> None:
+    from flux.integrations.megatron import FluxNorm
 
-    from flux.integrations import megatron as ours
-
-    spec = ModuleSpec(
-        object,
-        {"kept": 1},
-        MLPSubmodules(
-            linear_fc1=te.TELayerNormColumnParallelLinear, linear_fc2=ModuleSpec(te.TERowParallelLinear)
-        ),
-        {"also": "kept"},
-    )
-    made = ours.convert_spec(spec)
-    assert made.submodules.linear_fc1 is ours.FluxLayerNormColumnParallelLinear
-    assert made.submodules.linear_fc2.module is ours.FluxRowParallelLinear
-    assert (made.module, made.params, made.metainfo) == (object, {"kept": 1}, {"also": "kept"})
-    assert spec.submodules.linear_fc1 is te.TELayerNormColumnParallelLinear, "the original must stay"
     config = make_config(sequence_parallel=True)
-    model = make_model(config, ours.get_flux_layer_spec(config))
-    assert_alike(train(model), train(make_model(config, stock_spec(config))))
-    # What the command line takes: a layer, whose final norm is Megatron's.
-    assert len(flux_layers(make_model(make_config(), ours.gpt_layer_spec))) == 14
-    bad = copy.copy(config)
-    bad.normalization = "L2Norm"
+    config.normalization = "L2Norm"
     with pytest.raises(ValueError, match="FluxNorm: config.normalization: expected LayerNorm or RMSNorm"):
-        ours.FluxNorm(bad, 8)
-    bad.normalization, bad.layernorm_zero_centered_gamma = "RMSNorm", True
-    norm = ours.FluxNorm(bad, 8)
+        FluxNorm(config, 8)
+    config.normalization, config.layernorm_zero_centered_gamma = "RMSNorm", True
+    norm = FluxNorm(config, 8)
     assert not norm.weight.any() and norm.bias is None and norm.weight.sequence_parallel
     x = torch.randn(3, 8)
     torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), None, 1e-5))
@@ -364,22 +318,6 @@ def in_place(rank: int, world_size: int) -> None:
         convert_model(layer)
 
 
-def fp32_residual(rank: int, world_size: int) -> None:
-    """A norm takes an fp32 residual stream, and gives the dtype of its weight."""
-    from flux.integrations.megatron import FluxLayerNormColumnParallelLinear, FluxNorm
-
-    config = make_config(params_dtype=torch.bfloat16, sequence_parallel=True)
-    x = torch.randn(4, 1, 32, requires_grad=True)
-    assert FluxNorm(config, 32)(x).dtype == torch.bfloat16
-    how = {"init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": True, "gather_output": False}
-    layer = FluxLayerNormColumnParallelLinear(32, 8, config=config, **how)
-    y, _ = layer(x)
-    assert y.dtype == torch.bfloat16 and y.shape == (8, 1, 4)
-    y.sum().backward()
-    assert x.grad is not None and x.grad.dtype == torch.float32
-    assert layer.layer_norm_weight.grad.dtype == torch.bfloat16
-
-
 def autocast(rank: int, world_size: int) -> None:
     """Under torch.autocast layers give the dtype that torch's linear gives, whatever x is, on flux."""
     from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
@@ -400,7 +338,6 @@ def autocast(rank: int, world_size: int) -> None:
     assert not told.messages
 
 
-# Megatron's groups are of two ranks. Importing it takes seconds: one set of processes for each world size.
 def cuda_graphs(rank: int, world_size: int) -> None:
     """If the config asks for graphs, calls before a capture run as the captured ones."""
     from megatron.core import parallel_state
@@ -422,43 +359,28 @@ def cuda_graphs(rank: int, world_size: int) -> None:
     expecting_graphs.clear()
 
 
-SCENARIOS = {
-    2: by_name(
-        cuda_graphs,
-        in_place,
-        fp32_residual,
-        autocast,
-        equal_to_stock,
-        gradient_accumulation,
-        delayed_gradients,
-        parameters_arrive_when_a_module_is_called,
-        accepts_the_option_without_apex,
-        checkpoints,
-        replicated_gradients,
-        specs,
-    ),
-    4: by_name(data_parallelism),
-}
-
-
-def run(rank: int, world_size: int) -> dict[str, str]:
-    prepare(2)
-    return run_scenarios(SCENARIOS[world_size], rank, world_size)
-
-
-answers = Answers(run, timeout_s=240)
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(p, name) for p in SCENARIOS for name in SCENARIOS[p]])
-@pytest.mark.filterwarnings("ignore")
-def test_megatron(world_size: int, name: str) -> None:
-    told = answers.of(world_size, name)
-    assert told == [""] * world_size, "\n".join(told)
+# Megatron's groups are of two ranks. Importing it takes seconds: one set of processes for each world size.
+how: dict[str, Any] = {"prepare": partial(prepare, 2), "timeout_s": 240}
+test_megatron = scenario_test(
+    (2,),
+    cuda_graphs,
+    norms,
+    in_place,
+    autocast,
+    equal_to_stock,
+    gradient_accumulation,
+    delayed_gradients,
+    parameters_arrive_when_a_module_is_called,
+    accepts_the_option_without_apex,
+    checkpoints,
+    replicated_gradients,
+    *steps.ALL,
+    **how,
+)
+test_data_parallelism = scenario_test((4,), data_parallelism, **how)
 
 
 def test_without_megatron_the_import_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     for module in [m for m in sys.modules if m.startswith("flux.integrations.megatron")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "megatron.core", None)

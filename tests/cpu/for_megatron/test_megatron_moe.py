@@ -24,19 +24,19 @@ from megatron_models import (
     Calls,
     OnCpu,
     Told,
+    assert_alike,
     flux_layers,
     forward,
     make_moe_config,
     moe_pair,
-    needs_megatron,
+    on_cpus,
     replicas,
     run_in_layouts,
     summed_grads,
 )
 from megatron_moe_steps import delayed_gradients, gradients_of_scores, what_training_costs
-from test_megatron import assert_alike
 
-pytestmark = needs_megatron
+pytestmark = on_cpus
 
 MODELS: dict[str, dict[str, Any]] = {
     "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
@@ -436,6 +436,5 @@ answers = Answers(partial(run_in_layouts, SCENARIOS), timeout_s=240)
 
 
 @pytest.mark.parametrize(("world_size", "name"), NAMES)
-@pytest.mark.filterwarnings("ignore")
 def test_experts_equal_stock_megatron(world_size: int, name: str) -> None:
     assert answers.of(world_size, name) == [""] * world_size

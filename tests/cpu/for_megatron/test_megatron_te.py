@@ -21,16 +21,17 @@ from megatron_models import (
     RECOMPUTED,
     SWIGLU,
     Told,
+    assert_alike,
     make_config,
     make_model,
-    needs_megatron,
+    on_cpus,
     prepare,
     run_in_layouts,
+    train,
 )
 from megatron_models import pair as local_pair
-from test_megatron import assert_alike, train
 
-pytestmark = needs_megatron
+pytestmark = on_cpus
 
 MODELS: dict[str, dict[str, Any]] = {
     **KINDS,
@@ -229,7 +230,6 @@ answers = Answers(run, timeout_s=240)
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS, *NAMES])
-@pytest.mark.filterwarnings("ignore")
 def test_transformer_engines_specs(name: str) -> None:
     told = answers.of(2, name)
     assert told == [""] * 2, "\n".join(told)

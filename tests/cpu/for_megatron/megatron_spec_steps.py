@@ -1,28 +1,20 @@
-"""Specs of Megatron-Core on flux, and the models that Megatron-LM's scripts build from flags, between CPU
-processes.
+"""Specs of Megatron-Core on flux, the models that Megatron-LM's scripts build from flags, and linear layers
+that flux does not serve. Scenarios of test_megatron.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from cases import Answers, by_name, run_scenarios
-from megatron_models import (
-    MIXTURE,
-    Told,
-    flux_layers,
-    make_config,
-    make_model,
-    needs_megatron,
-    prepare,
-    sizes,
-)
-from test_megatron import assert_alike, train
-
-pytestmark = needs_megatron
+import torch.distributed as dist
+from megatron_models import MIXTURE, Told, assert_alike, flux_layers, make_config, make_model, sizes, train
 
 
 def get_stock_spec(config: Any) -> Any:
@@ -33,8 +25,7 @@ def get_stock_spec(config: Any) -> Any:
 
 def nested_specs(rank: int, world_size: int) -> None:
     """Every place of a spec in which newer releases put classes, and what convert_spec says of it."""
-    import functools
-
+    from megatron.core.extensions import transformer_engine as te
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -60,6 +51,12 @@ def nested_specs(rank: int, world_size: int) -> None:
     assert mlp.linear_fc1 is ColumnParallelLinear, "the original must stay"
     built = ours.convert_spec(functools.partial(Builder.as_mlp_submodule, submodules=mlp))
     assert built().linear_fc2 is ours.FluxRowParallelLinear
+    kept = ModuleSpec(
+        object, {"kept": 1}, MLPSubmodules(te.TELayerNormColumnParallelLinear), {"also": "kept"}
+    )
+    made_of = ours.convert_spec(kept)
+    assert made_of.submodules.linear_fc1 is ours.FluxLayerNormColumnParallelLinear
+    assert (made_of.module, made_of.params, made_of.metainfo) == (object, {"kept": 1}, {"also": "kept"})
     by_name = ModuleSpec(("megatron.core.tensor_parallel.layers", "RowParallelLinear"))
     assert ours.convert_spec(by_name).module is ours.FluxRowParallelLinear
     # What stays is told; what flux cannot look into is a warning.
@@ -127,8 +124,6 @@ def multi_token_prediction(rank: int, world_size: int) -> None:
 
 def layers_of_other_classes(rank: int, world_size: int) -> None:
     """`--spec` names one class: a model whose layers differ in class is refused."""
-    from unittest import mock
-
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -149,8 +144,6 @@ def layers_of_other_classes(rank: int, world_size: int) -> None:
 
 def builders_of_flags(rank: int, world_size: int) -> None:
     """What Megatron-LM's scripts call: with and without --spec, dense and with experts."""
-    from types import SimpleNamespace
-
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.spec_utils import import_module
 
@@ -184,22 +177,65 @@ def builders_of_flags(rank: int, world_size: int) -> None:
     assert on_flux(lambda: empty)() is empty, "a stage may have no layers"
 
 
-SCENARIOS = by_name(
-    nested_specs, spec_of_the_command_line, multi_token_prediction, layers_of_other_classes, builders_of_flags
+def falls_back(rank: int, world_size: int) -> None:
+    """Where flux does not apply, Megatron's own code runs, and one line says why."""
+    from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
+
+    told = Told()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    common: dict[str, Any] = {"init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": True}
+    config = make_config()
+    rows = torch.ones(4, 1, 8)
+    for _ in range(2):
+        y, _ = FluxColumnParallelLinear(8, 4, config=config, tp_group=alone, **common)(rows)
+        assert (y == 8).all() and y.shape[-1] == 4
+        row = FluxRowParallelLinear(8, 4, config=config, tp_group=alone, input_is_parallel=True, **common)
+        assert (row(rows)[0] == 8).all()
+    y, _ = FluxRowParallelLinear(8, 4, config=config, input_is_parallel=False, **common)(rows)
+    assert (y == 8).all()
+    layer = FluxColumnParallelLinear(8, 4, config=config, disable_grad_reduce=True, **common)
+    assert (layer(rows)[0] == 8).all()
+    layer = FluxColumnParallelLinear(8, 4, config=config, **common)
+    layer.explicit_expert_comm = True  # as SharedExpertMLP sets it, after construction
+    assert (layer(rows)[0] == 8).all()
+    layer.explicit_expert_comm, layer.gtp_remat_size = False, 2
+    assert layer.why_never() == "its weight is split over another group too (generalized tensor parallelism)"
+    layer.gtp_remat_size = 1
+    assert layer.why_never() is None
+    assert layer._why_not(rows.half(), layer.weight) == "x is torch.float16 and the weight torch.float32"
+    assert layer._why_not(rows.int(), layer.weight.int()) == "x is torch.int32 and the weight torch.int32"
+    offloading, deferring = copy.copy(config), copy.copy(config)
+    offloading._cpu_offloading_context = contextlib.nullcontext()
+    layer = FluxColumnParallelLinear(8, 4, config=offloading, **common)
+    assert layer._why_not(rows, layer.weight) == "activations are offloaded to the CPU"
+    deferring.defer_embedding_wgrad_compute = True
+    buffers: dict[str, Any] = {"grad_output_buffer": [], "embedding_activation_buffer": []}
+    layer = FluxColumnParallelLinear(8, 4, config=deferring, **common, **buffers)
+    assert layer.why_never() == "the gradient of its weight is deferred"
+    assert [m.split(": ", 2)[1:] for m in told.messages] == [
+        ["FluxColumnParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
+        ["FluxRowParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
+        ["FluxRowParallelLinear runs in Megatron's own code", "its input is not split over ranks"],
+        [
+            "FluxColumnParallelLinear runs in Megatron's own code",
+            "somebody else sums the gradient of its input",
+        ],
+        [
+            "FluxColumnParallelLinear runs in Megatron's own code",
+            "the token dispatcher communicates for the layers of experts",
+        ],
+    ]
+    with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
+        fp8 = copy.copy(config)
+        fp8.fp8 = "hybrid"
+        FluxColumnParallelLinear(8, 4, config=fp8, **common)
+
+
+ALL = (
+    falls_back,
+    nested_specs,
+    spec_of_the_command_line,
+    multi_token_prediction,
+    layers_of_other_classes,
+    builders_of_flags,
 )
-
-
-def run(rank: int, world_size: int) -> dict[str, str]:
-    prepare(2)
-    return run_scenarios(SCENARIOS, rank, world_size)
-
-
-# One set of processes: importing Megatron takes two seconds.
-answers = Answers(run, timeout_s=240)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.filterwarnings("ignore")
-def test_megatron_specs(name: str) -> None:
-    told = answers.of(2, name)
-    assert told == [""] * 2, "\n".join(told)
