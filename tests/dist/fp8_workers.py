@@ -2,115 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import soak
 import torch
-from ar_workers import not_everywhere
 from dist_workers import differs
 from int8_model import data, model
 
 import flux
-from flux.ops.norm_and_quant import QUANTS
 from flux.ops.ways import int8_sum
 from flux.testing import ScaledCase
-from flux.testing.scaled_data import exact_product
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Rows of a rank, n, k. The last one has shards of 8 MiB and more: copy engines carry those.
-SHAPES = [(1, 8, 128), (64, 264, 256), (129, 1032, 640), (512, 4096, 1024), (2050, 264, 4224)]
+OF_FP8 = [each.__name__ for each in soak.OF_FP8]
 CALLS = 3  # the same call again goes shorter ways through the host code
 
 
-def scaled_cases(world_size: int, sums: bool) -> Iterator[tuple[ScaledCase, str]]:
-    """Problems of every kind of scales, whose m is the rows of one rank, and how they accumulate."""
-    for kind in ("tensor", "row", "block"):
-        for number, (rows, n, k) in enumerate(SHAPES):
-            if sums and kind == "block" and k > 1024:
-                k = 1024  # else the sums are not exact in 16 bits
-            x_dtype, out_dtype = (E4M3, E5M2)[number % 2], (torch.bfloat16, torch.float16)[number // 2 % 2]
-            bias = number % 3 == 0
-            case = ScaledCase(rows, n, k, world_size, kind, x_dtype, out_dtype, bias, sums, number)
-            yield case, "promoted"
-            if kind == "row":
-                yield replace(case, x_dtype=E4M3), "fast"
-
-
-def given(case: ScaledCase, rank: int, accumulate: str = "promoted") -> dict[str, Any]:
-    x, weight, scale_x, scale_w, bias = case.inputs(rank)
-    tensors = {"x": x, "weight": weight, "scale_x": scale_x, "scale_w": scale_w}
-    found: dict[str, Any] = {name: tensor.cuda() for name, tensor in tensors.items()}
-    found["bias"] = None if bias is None else bias.cuda()
-    return found | {"out_dtype": case.out_dtype, "accumulate": accumulate}
-
-
 def exact(rank: int, world_size: int) -> list[str]:
-    told = []
-    for case, accumulate in scaled_cases(world_size, sums=True):
-        whole = replace(case, m=case.m * world_size)
-        expected = whole.total().cuda()
-        scattered = given(whole, rank, accumulate)
-        for _ in range(CALLS):
-            told += differs(whole, flux.gemm_rs(**scattered), expected.chunk(world_size)[rank])
-        summed, total = given(case, rank, accumulate), case.total().cuda()
-        out = torch.full_like(total, 7)
-        for _ in range(CALLS):
-            told += differs(case, flux.gemm_ar(**summed), total)
-            told += differs(f"out of {case}", flux.gemm_ar(**summed, out=out), total)
-    for case, accumulate in scaled_cases(world_size, sums=False):
-        gathering, expected = given(case, rank, accumulate), case.gathered(rank).cuda()
-        rows = torch.cat([case.x(source)[0].float() for source in range(world_size)]).cuda()
-        scales = [case.x(source)[1] for source in range(world_size)]
-        of_rows = torch.cat([s if s.dim() == 2 else s.expand(case.m, 1) for s in scales]).cuda()
-        for _ in range(CALLS):
-            told += differs(case, flux.ag_gemm(**gathering), expected)
-            result, gathered, scale = flux.ag_gemm(**gathering, return_gathered=True)
-            told += differs(f"with gathered {case}", result, expected)
-            told += differs(f"gathered {case}", gathered.float(), rows)
-            told += differs(f"gathered scales {case}", scale, of_rows)
-    # Neither operator may have been tested unfused.
+    """Random calls. No operator may have been tested unfused."""
+    _, told = soak.sweep(rank, world_size, OF_FP8, 5_000_000, 25 * len(OF_FP8))
     for op in ("gemm_rs", "ag_gemm", "gemm_ar"):
         for kind in ("tensor", "row", "block"):
-            plan = flux.explain(op, 64 * world_size, 264, 256, dtype=E4M3, scales=kind)
+            plan = flux.explain(op, 64 * world_size, 264, 256, dtype=torch.float8_e4m3fn, scales=kind)
             if not plan.by_flux:
                 told.append(str(plan))
     flux.check()
     return told
 
 
-def quantised(rank: int, world_size: int) -> list[str]:
-    """fp8 of the norm has the bits of flux.quantize, on all ranks."""
-    told = []
-    for number, (m, n, k) in enumerate([(1, 4096, 128), (16, 1024, 256), (64, 8192, 384), (300, 2048, 256)]):
-        case = ScaledCase(m, n, k, world_size, "block", sums=True, seed=number)
-        partial = exact_product(*case.x(rank), *case.weight(rank)).bfloat16().cuda()
-        residual, norm_weight = case.residual().cuda(), torch.ones(n, dtype=torch.bfloat16).cuda()
-        total = (case.total().float() + case.residual()).bfloat16().cuda()
-        calls: tuple[Callable[..., Any], ...] = (
-            lambda **end: flux.gemm_ar(**given(case, rank), **end),  # noqa: B023
-            lambda **end: flux.all_reduce(partial, **end),  # noqa: B023
-        )
-        for quant in QUANTS:
-            for options in ({}, {"ue8m0": True}, {"scale": torch.tensor([0.02])}):
-                static: Any = options.get("scale")
-                if static is not None and quant != "tensor":
-                    continue
-                end = {"quant": quant, "ue8m0": "ue8m0" in options, "return_norm": True}
-                end |= {"residual": residual, "norm_weight": norm_weight}
-                end["quant_scale"] = None if static is None else static.cuda()
-                for call in calls:
-                    for _ in range(CALLS):
-                        q, scale, summed, norm = call(**end)
-                        expected, scales = flux.quantize(norm.cpu(), quant, **options)  # type: ignore[arg-type]
-                        what = f"{quant} {sorted(options)} {case}"
-                        told += differs(f"sum, {what}", summed, total)
-                        told += differs(f"scales, {what}", scale.cpu(), scales)
-                        told += differs(what, q.cpu().view(torch.uint8), expected.view(torch.uint8))
-                        told += not_everywhere(what, norm)
-    flux.check()
-    return told
+def given(case: ScaledCase, rank: int) -> dict[str, Any]:
+    x, weight, scale_x, scale_w, bias = case.inputs(rank)
+    tensors = {"x": x, "weight": weight, "scale_x": scale_x, "scale_w": scale_w}
+    found: dict[str, Any] = {name: tensor.cuda() for name, tensor in tensors.items()}
+    found["bias"] = None if bias is None else bias.cuda()
+    return found | {"out_dtype": case.out_dtype}
 
 
 def graphs(rank: int, world_size: int) -> list[str]:

@@ -15,6 +15,6 @@ def test_exact(world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ["quantised", "graphs", "int8_between_ranks"])
+@pytest.mark.parametrize("name", ["graphs", "int8_between_ranks"])
 def test_scenario(world_size: int, name: str) -> None:
     run(getattr(fp8_workers, name), world_size, FLUX_TUNING="off")

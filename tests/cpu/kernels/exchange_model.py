@@ -11,8 +11,7 @@ that
    to find if everybody waits for what it is meant to wait for;
 3. no wait can end before that: whatever its place may hold until then does not end it.
 
-By induction over the events of any execution, all executions then find the same. :func:`try_all_orders` does
-not reason: it executes them all, which only small problems permit.
+By induction over the events of any execution, all executions then find the same.
 """
 
 from __future__ import annotations
@@ -393,27 +392,3 @@ def _sorted(events: list[Event], awaited: list[list[int]]) -> list[int]:
         stuck = next(events[i].name for i, count in enumerate(left) if count)
         raise Deadlock(f"{len(events) - len(order)} events wait for each other, such as: {stuck}")
     return order
-
-
-def try_all_orders(events: list[Event]) -> int:
-    """Executes the events in every order; returns in how many different states they can be."""
-    places = {place: i for i, place in enumerate(dict.fromkeys(e.place for e in events))}
-    at = [places[event.place] for event in events]
-    needs = [sum(1 << j for j in set(event.after)) for event in events]
-    first = (0, (ABSENT,) * len(places))
-    seen, left = {first}, [first]
-    while left:
-        done, memory = left.pop()
-        ready = [i for i, need in enumerate(needs) if not done >> i & 1 and not need & ~done]
-        ready = [i for i in ready if may_go_on(events[i], memory[at[i]])]
-        if not ready and done != (1 << len(events)) - 1:
-            raise Deadlock(next(event.name for i, event in enumerate(events) if not done >> i & 1))
-        # What touches nothing need not be tried late.
-        silent = [i for i in ready if events[i].kind == "step"]
-        for i in silent[:1] or ready:
-            held = held_after(events[i], memory[at[i]])
-            state = (done | 1 << i, (*memory[: at[i]], held, *memory[at[i] + 1 :]))
-            if state not in seen:
-                seen.add(state)
-                left.append(state)
-    return len(seen)

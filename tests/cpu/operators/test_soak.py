@@ -7,6 +7,6 @@ from soak import OPS, campaign
 
 
 def test_random_calls_are_exact() -> None:
-    made, wrong = campaign(seed=0, count=some(1000), seconds=600.0)
+    made, wrong = campaign(seed=0, count=some(1500), seconds=600.0)
     assert wrong == []
-    assert sum(made.values()) >= some(1000) - 2 and set(made) == set(OPS)  # shares of it are rounded
+    assert sum(made.values()) >= some(1500) - 3 and set(made) == set(OPS)  # shares of it are rounded
