@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ import pytest
 from flux.integrations.vllm import predict, thresholds
 
 ROOT = Path(__file__).parents[2]
-spec: Any = importlib.util.spec_from_file_location("vllm_table", ROOT / "tools" / "vllm_table.py")
-tool: Any = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = tool
-spec.loader.exec_module(tool)
+sys.path.insert(0, str(ROOT / "tools"))
+tool: Any = importlib.import_module("vllm_table")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import sys
 import zipfile
@@ -14,10 +14,8 @@ import pytest
 from flux.integrations.vllm.required_names import NAMES, Name
 
 ROOT = Path(__file__).parents[2]
-spec: Any = importlib.util.spec_from_file_location("vllm_uses", ROOT / "tools" / "vllm_uses.py")
-tool: Any = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = tool
-spec.loader.exec_module(tool)
+sys.path.insert(0, str(ROOT / "tools"))
+tool: Any = importlib.import_module("vllm_uses")
 
 SOURCES = {
     "vllm/__init__.py": "",

@@ -120,10 +120,16 @@ def work(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return told
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_llama_as_without_flux(bias: bool, tmp_path: Path) -> None:
-    save_llama(tmp_path, bias)
-    assert spawn(work, 2, str(tmp_path), backend="gloo", timeout_s=300) == [{}] * 2
+def all_models(rank: int, world_size: int, *folders: str) -> list[dict[str, str]]:
+    return [work(rank, world_size, folder) for folder in folders]
+
+
+def test_llama_as_without_flux(tmp_path: Path) -> None:
+    folders = [tmp_path / "plain", tmp_path / "bias"]
+    for folder in folders:
+        save_llama(folder, folder.name == "bias")
+    told = spawn(all_models, 2, *map(str, folders), backend="gloo", timeout_s=300)
+    assert told == [[{}, {}]] * 2
 
 
 def test_what_stays_with_transformers(caplog: pytest.LogCaptureFixture) -> None:

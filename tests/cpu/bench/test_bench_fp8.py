@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from bench_rows import row as made_row
 from test_cli import choose_cpu
 from torch import Tensor
 from typer.testing import CliRunner
@@ -31,7 +32,6 @@ from flux.bench.model import (
     IN_16_BITS,
     VLLM,
     Row,
-    Timing,
     bar_over_16_bits,
     derive,
     in_way,
@@ -102,21 +102,24 @@ def test_two_processes(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "over bf16: geomean" in shown.stdout and "custom block" in shown.stdout
 
 
-@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
-def test_a_wrong_scale_is_not_timed(monkeypatch: pytest.MonkeyPatch, scales: str) -> None:
+@pytest.mark.parametrize("scales", ["", "tensor", "row", "block"])
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch, scales: str) -> None:
+    """It is found before the clock starts: with a wrong scale, or in 16 bits without one contribution."""
     right = flux.gemm
 
     def broken(x: Tensor, weight: Tensor, *, scale_x: Tensor | None = None, **rest: object) -> Tensor:
         if scale_x is not None:
             scale_x = scale_x.clone()
             scale_x.view(-1)[0] *= 2
+        elif not scales:
+            x, weight = x[:, 1:], weight[:, 1:]
         return right(x, weight, scale_x=scale_x, **rest)  # type: ignore[arg-type]
 
     row = measure(problem(scales), ONE, CpuTimer(None), SETTINGS)
     assert row.check == "exact" and "flux" in row.times
     monkeypatch.setattr(flux, "gemm", broken)
     row = measure(problem(scales), ONE, CpuTimer(None), SETTINGS)
-    assert not row.ok and "flux" not in row.times
+    assert not row.ok and "flux" not in row.times and (scales or "wrong; at [" in row.check)
 
 
 def test_sums_that_bf16_does_not_hold_are_checked_twice() -> None:
@@ -208,12 +211,6 @@ def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
     return [c.name for c in prepared.candidates], [torch.equal(products[0], summed[-1])]
 
 
-def test_other_all_reduces_sum_the_product() -> None:
-    names, same = spawn(behind_products, 2)[0]
-    assert {"Mine", "Mine+gloo", "Mine+Other", "flux.gemm+gloo", "flux.gemm+Other"} <= set(names)
-    assert same == [True]
-
-
 def async_products(rank: int, world_size: int) -> list[str]:
     """torch's fused operators, whose place flux takes on CPUs, with the arguments of the benchmark."""
     async_tp.install()
@@ -226,10 +223,6 @@ def async_products(rank: int, world_size: int) -> list[str]:
         want = case.total()[rows] if op == "gemm_rs" else case.gathered(rank)
         said.append(compare(got if op == "gemm_rs" else got[1][0], want))
     return said
-
-
-def test_arguments_of_async_tp() -> None:
-    assert spawn(async_products, 2) == [["exact"] * 4] * 2
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
@@ -269,8 +262,29 @@ def without_scales(x: Tensor, weight: Tensor, routing: flux.moe.Routing, **optio
     return gemm_gather_rs(x, weight, routing, **options)
 
 
-def test_expert_layers() -> None:
-    *rows, lost = spawn(layers, 2)[0]
+@pytest.fixture(scope="module")
+def between_ranks() -> tuple[Any, ...]:
+    """What the first of two ranks says. One set of processes."""
+    found: tuple[Any, ...] = spawn(all_on_ranks, 2)[0]
+    return found
+
+
+def all_on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
+    return behind_products(rank, world_size), layers(rank, world_size), async_products(rank, world_size)
+
+
+def test_other_all_reduces_sum_the_product(between_ranks: Any) -> None:
+    names, same = between_ranks[0]
+    assert {"Mine", "Mine+gloo", "Mine+Other", "flux.gemm+gloo", "flux.gemm+Other"} <= set(names)
+    assert same == [True]
+
+
+def test_arguments_of_async_tp(between_ranks: Any) -> None:
+    assert between_ranks[2] == ["exact"] * 4
+
+
+def test_expert_layers(between_ranks: Any) -> None:
+    *rows, lost = between_ranks[1]
     assert [said for said, _, _ in rows] == ["exact"] * 6 and "wrong; at [" in lost[0]
     both = {"flux", IN_16_BITS, "flux, parts", "flux.grouped_gemm", "gloo"}
     assert all(both <= names for _, names, _ in rows)
@@ -307,9 +321,8 @@ def test_a_scaled_grouped_product_of_torch_is_checked(monkeypatch: pytest.Monkey
 
 def test_bars_and_facts() -> None:
     def row(op: str, scales: str, m: int, fp8_ms: float) -> Row:
-        times = {"flux": Timing("flux", (fp8_ms,)), IN_16_BITS: Timing("peer", (1.0,))}
-        sizes = {"local": (m, 8, 8), "wire_bytes": 0, "times": times, "check": "exact", "scales": scales}
-        return Row(op, "a", op, m, 8, 8, 2, FP8, **sizes)  # type: ignore[arg-type]
+        times = {"flux": ("flux", fp8_ms), IN_16_BITS: ("peer", 1.0)}
+        return made_row(times, op, m=m, local=(m, 8, 8), dtype=FP8, scales=scales)
 
     assert bar_over_16_bits(row("gemm", "row", 4096, 1)) == 1.75
     assert bar_over_16_bits(row("gemm", "tensor", 64, 1)) == 1.7
@@ -325,9 +338,7 @@ def test_bars_and_facts() -> None:
 @pytest.mark.parametrize(("scales", "kind"), [("tensor", "row"), ("row", "row"), ("block", "block")])
 def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: str) -> None:
     names = {"flux": ("flux", 0.5), in_way("parts"): ("peer", 0.25), "_scaled_mm+NCCL": ("serial", 0.1)}
-    times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
-    told = {"local": (4096, 8, 128), "wire_bytes": 0, "times": times, "check": "exact", "scales": scales}
-    (fact,) = facts_of(Row("gemm_rs", "a", "gemm_rs", 4096, 8, 256, 2, FP8, **told))  # type: ignore[arg-type]
+    (fact,) = facts_of(made_row(names, m=4096, n=8, tp=2, dtype=FP8, local=(4096, 8, 128), scales=scales))
     assert fact == Fact(scaled("gemm_rs", kind), 2, 1, 4096, 8, 128, {"kernel": 500.0, "parts": 250.0})
     tuning, operands = Tuning((fact,)), (4096, 8, 128, torch.float8_e4m3fn)
     alone = PlanInput("cuda", *operands, world_size=2, num_sms=132, transport="stores", tuning=tuning)
@@ -340,15 +351,8 @@ def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: st
 
 def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
     names = {"flux": ("flux", 0.5), "_scaled_mm": ("peer", 0.25), VLLM: ("fast", 0.1)}
-    times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
-    told = {
-        "local": (128, 48, 128),
-        "wire_bytes": 0,
-        "times": times,
-        "check": "exact",
-        "plan": {"fused": True},
-    }
-    row = Row("gemm", "a", "gemm", 128, 48, 128, 2, FP8, scales="tensor", **told)  # type: ignore[arg-type]
+    row = made_row(names, "gemm", m=128, n=48, k=128, tp=2, local=(128, 48, 128), dtype=FP8)
+    row = replace(row, scales="tensor", plan={"fused": True})
     (fact,) = facts_of(row)
     assert fact == Fact(scaled("gemm", "tensor"), 1, 1, 128, 48, 128, {"kernel": 500.0, "torch": 250.0})
     assert not list(facts_of(replace(row, scales="row"))), "torch applies scales of rows behind the product"
@@ -367,16 +371,7 @@ def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
 
 
 def test_sums_with_fewer_bits_are_a_way_without_flux() -> None:
-    times = {
-        "flux": Timing("flux", (1.0,)),
-        "flux, fast": Timing("fast", (0.4,)),
-        IN_16_BITS: Timing("peer", (0.3,)),
-    }
-    times |= {
-        "_scaled_mm": Timing("peer", (0.9,)),
-        VLLM: Timing("fast", (0.5,)),
-        "flux, parts": Timing("parts", (0.8,)),
-    }
-    told = {"local": (8, 8, 8), "wire_bytes": 0, "times": times, "check": "exact", "scales": "row"}
-    found = derive(Row("gemm", "a", "gemm", 8, 8, 8, 1, FP8, **told))  # type: ignore[arg-type]
+    times = {"flux": ("flux", 1.0), "flux, fast": ("fast", 0.4), "flux, parts": ("parts", 0.8)}
+    times |= {IN_16_BITS: ("peer", 0.3), "_scaled_mm": ("peer", 0.9), VLLM: ("fast", 0.5)}
+    found = derive(made_row(times, "gemm", dtype=FP8, tp=1, scales="row"))
     assert (found.peer_name, found.speedup, found.over_parts) == (VLLM, 0.5, 0.8)

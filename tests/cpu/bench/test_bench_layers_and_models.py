@@ -4,7 +4,6 @@ every candidate runs between CPU processes.
 
 from __future__ import annotations
 
-import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from test_bench_record import text_of
 
-from flux.bench import record, report
+from flux.bench import record
 from flux.bench.cases import FAMILIES, OPS, layer
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
@@ -117,7 +116,4 @@ def rendered(rows: list[Row], folder: Path) -> str:
     settings = {"rounds": 2, "world": 2}
     before = Record("0", "abc", "2026-01-02", "models", "cpu", {}, settings, rows, complete=True)
     record.write(before, folder / "r.json")
-    console = Console(file=io.StringIO(), width=report._WIDE)
-    console.print(report.render(record.read(folder / "r.json"), console.width))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return text_of(record.read(folder / "r.json"))

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
+from bench_rows import row as made_row
 
 from flux.bench import suites
 from flux.bench.cases import OPS
-from flux.bench.model import (
-    Bar,
-    Row,
-    Timing,
-    derive,
-    e_overlap,
-    floor_ms,
-    geomean,
-    summarise,
-    wire_bytes,
-)
+from flux.bench.model import Bar, derive, e_overlap, geomean, summarise, wire_bytes
 from flux.bench.suites import Problem
 
 # docs/benchmarks.md: model -> (N, K) of the all-gather GEMM, (N, K) of the GEMM reduce-scatter; global sizes.
@@ -31,14 +23,7 @@ DEFAULT = {
 }
 
 
-def row(times: dict[str, tuple[str, float]], *, wire: int = 0, check: str = "exact", tp: int = 4) -> Row:
-    """A row whose candidates have the given roles and median times, in ms."""
-    measured = {name: Timing(role, (9 * t, t, t / 9)) for name, (role, t) in times.items()}
-    return Row(
-        "gemm_rs", "a", "gemm_rs", 512, 64, 256, tp, "bfloat16", (512, 64, 64), wire, measured, check=check
-    )
-
-
+row = partial(made_row, spread=9)  # no mean
 FULL = {
     "flux": ("flux", 1.2),
     "cuBLAS": ("gemm", 1.0),
@@ -138,11 +123,6 @@ def test_wire_bytes() -> None:
         wire_bytes("gather", 8, 6, 100, 4, 2)
 
 
-def test_floor_is_the_slower_of_gemm_and_wire() -> None:
-    assert floor_ms(0.2, 38_000_000, 380.0) == 0.2
-    assert floor_ms(0.05, 38_000_000, 380.0) == pytest.approx(0.1)
-
-
 def test_e_overlap() -> None:
     assert e_overlap(1.0, 1.0, 1.5) == 1.0
     assert e_overlap(1.5, 1.0, 1.5) == 0.0
@@ -151,7 +131,7 @@ def test_e_overlap() -> None:
 
 
 def test_derived_columns() -> None:
-    d = derive(row(FULL, wire=100), 380.0)
+    d = derive(row(FULL, wire_bytes=100), 380.0)
     assert (d.flux, d.gemm, d.comm, d.serial) == (1.2, 0.9, 0.5, 1.5)
     assert (d.peer, d.peer_name) == (1.44, "async-TP")
     assert d.speedup == pytest.approx(1.2)
@@ -159,28 +139,16 @@ def test_derived_columns() -> None:
     assert d.floor == 0.9
     assert d.over_floor == pytest.approx(4 / 3)
     assert d.tflops == pytest.approx(2 * 512 * 64 * 64 / 1.2e-3 / 1e12)
-    bound_by_link = derive(row(FULL, wire=760_000_000), 380.0)
+    bound_by_link = derive(row(FULL, wire_bytes=760_000_000), 380.0)
     assert bound_by_link.floor == pytest.approx(2.0)
-
-
-def test_serial_counts_as_a_peer() -> None:
-    times = {**FULL, "async-TP": ("peer", 1.6)}
-    assert derive(row(times)).peer_name == "cuBLAS+NCCL"
+    assert derive(row(FULL), with_floor=False).floor is None, "without links of GPUs"
+    slower = derive(row({**FULL, "async-TP": ("peer", 1.6)}))
+    assert slower.peer_name == "cuBLAS+NCCL", "serial counts as a peer"
 
 
 def test_derived_of_missing_candidates_is_none() -> None:
     d = derive(row({"cuBLAS": ("peer", 1.0)}))
     assert (d.flux, d.speedup, d.floor, d.e_overlap, d.over_floor) == (None,) * 5
-
-
-def test_no_floor_without_gpu_links() -> None:
-    assert derive(row(FULL), with_floor=False).floor is None
-
-
-def test_geomean() -> None:
-    assert geomean([2.0, 8.0]) == pytest.approx(4.0)
-    with pytest.raises(ValueError):
-        geomean([])
 
 
 def test_summary_counts_rows_under_the_bar() -> None:
@@ -193,9 +161,13 @@ def test_summary_counts_rows_under_the_bar() -> None:
     assert (s.rows, s.wrong, s.under_row_bar) == (3, 1, 1)
     assert s.min_speedup == pytest.approx(0.9)
     assert s.geomean_speedup == pytest.approx(math.sqrt(1.44 * 0.9))
+    with pytest.raises(ValueError):
+        geomean([])
     assert (s.over_floor_bar, s.floor_bar_rows) == (1, 2)
     assert s.geomean_bar_met is False
     assert not s.meets_bar
+    two = row(FULL, tp=2)
+    assert summarise([two], [derive(two)], bar).geomean_bar_met is None, "the bar is for 4"
     assert summarise([good], [derive(good)], bar).meets_bar
 
 
@@ -222,14 +194,6 @@ def test_host_and_time_of_a_call_have_bars() -> None:
     s = summarise([fast], both[:1], Bar(row=0.5, us=us - 1))
     assert (s.over_time_bar, s.meets_bar) == (1, False)
     assert summarise([fast], both[:1], Bar(row=0.5, us=us)).meets_bar
-
-
-def test_geomean_bar_is_for_its_world_size() -> None:
-    bar = Bar(row=0.5, geomean=99.0, geomean_tp=4)
-    two = row(FULL, tp=2)
-    assert summarise([two], [derive(two)], bar).geomean_bar_met is None
-    four = row(FULL, tp=4)
-    assert summarise([four], [derive(four)], bar).geomean_bar_met is False
 
 
 def test_a_suite_may_be_a_file(tmp_path: Path) -> None:

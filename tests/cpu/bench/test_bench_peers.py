@@ -1,11 +1,12 @@
-"""Operators of other packages as peers: stand-ins with the packages' signatures, right and wrong ones."""
+"""Operators of other packages as peers: stand-ins with the packages' signatures, right and wrong ones. Sums
+with RMSNorm: their candidates, and that wrong sums and norms are found.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,9 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from stand_ins import modules
 from torch import Tensor
 
+import flux
 from flux import peers
+from flux.bench.cases import ranks as cases
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.runner import Settings, measure
@@ -118,48 +122,82 @@ def trtllm_allreduce_fusion(
     norm_out.copy_(rms_norm(residual_out, rms_gamma, rms_eps))
 
 
-def module(name: str, **contents: Any) -> ModuleType:
-    made = ModuleType(name)
-    made.__spec__ = ModuleSpec(name, None)
-    vars(made).update(contents)
-    return made
-
-
 def stand_ins() -> dict[str, ModuleType]:
-    communicators = "vllm.distributed.device_communicators"
-    return {
-        "vllm": module("vllm"),
-        "vllm._custom_ops": module("vllm._custom_ops", fused_add_rms_norm=fused_add_rms_norm),
-        f"{communicators}.custom_all_reduce": module("car", CustomAllreduce=CustomAllreduce),
-        "flashinfer": module("flashinfer"),
-        "flashinfer.comm.trtllm_ar": module(
-            "trtllm_ar",
-            AllReduceFusionPattern=PATTERNS,
-            trtllm_allreduce_fusion=trtllm_allreduce_fusion,
-            trtllm_create_ipc_workspace_for_all_reduce_fusion=trtllm_create_ipc_workspace_for_all_reduce_fusion,
-        ),
-    }
+    return modules(
+        {
+            "vllm._custom_ops": {"fused_add_rms_norm": fused_add_rms_norm},
+            "vllm.distributed.device_communicators.custom_all_reduce": {"CustomAllreduce": CustomAllreduce},
+            "flashinfer.comm.trtllm_ar": {
+                "AllReduceFusionPattern": PATTERNS,
+                **{
+                    function.__name__: function
+                    for function in (
+                        trtllm_allreduce_fusion,
+                        trtllm_create_ipc_workspace_for_all_reduce_fusion,
+                    )
+                },
+            },
+        }
+    )
 
 
 OPS = {"all_reduce": "", "all_reduce_norm": "", "gemm_ar": "torch+", "gemm_ar_norm": "torch+"}
 
 
-def measured(rank: int, world_size: int) -> list[dict[str, Row]]:
-    """By operator, with right packages and with a wrong one."""
-    context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
-    told: list[dict[str, Row]] = [{}, {}]
-    for wrong in (False, True):
-        stand_in = mock.patch.object(CustomAllreduce, "wrong", wrong)
-        for op in OPS:
-            problem = Problem(op, "custom", op.removesuffix("_norm"), 6, 64, 32)
-            settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
-            with mock.patch.dict(sys.modules, stand_ins()), stand_in:
-                told[wrong][op] = measure(problem, context, CpuTimer(context.group), settings)
+def measured(op: str, context: Context) -> Row:
+    problem = Problem(op, "custom", op.removesuffix("_norm"), 6, 64, 32)
+    settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
+    return measure(problem, context, CpuTimer(context.group), settings)
+
+
+def with_packages(context: Context, wrong: bool) -> dict[str, Row]:
+    """By operator, with right packages or with a wrong one."""
+    stand_in = mock.patch.object(CustomAllreduce, "wrong", wrong)
+    with mock.patch.dict(sys.modules, stand_ins()), stand_in:
+        return {op: measured(op, context) for op in OPS}
+
+
+def without_packages(context: Context) -> dict[str, tuple[Row, list[str]]]:
+    """Of sums with norms a row, and what is said without the norm's weight, and without the residual."""
+    told = {}
+    for op in ROLES:
+        name = op.removesuffix("_norm")
+        right = getattr(flux, name)
+
+        def without_weight(*given: Any, right: Any = right, **more: Any) -> Any:
+            norm, total = right(*given, **more)
+            return rms_norm(total, torch.ones_like(norm[0]), more["eps"]), total
+
+        def without_residual(*given: Any, right: Any = right, **more: Any) -> Any:
+            return right(*given, **{**more, "residual": torch.zeros_like(more["residual"])})
+
+        row, found = measured(op, context), []
+        for broken in (without_weight, without_residual):
+            with mock.patch.object(flux, name, broken):
+                found.append(cases.check(Problem(op, "custom", name, 6, 64, 32), context))
+        told[op] = row, found
     return told
 
 
-def test_peers_of_packages_are_timed_unless_they_are_wrong() -> None:
-    right, wrong = spawn(measured, 2, backend="gloo", timeout_s=120)[0]
+ROLES = {
+    "gemm_ar_norm": {"flux": "flux", "torch": "gemm", "flux.gemm_ar+norm": "peer", "torch+gloo": "serial"},
+    "all_reduce_norm": {"flux": "flux", "flux.all_reduce+norm": "peer", "gloo": "peer"},
+}
+
+
+def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
+    context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
+    return with_packages(context, False), with_packages(context, True), without_packages(context)
+
+
+@pytest.fixture(scope="module")
+def between_ranks() -> tuple[Any, ...]:
+    found: tuple[Any, ...] = spawn(on_ranks, 2, backend="gloo", timeout_s=120)[0]
+    return found
+
+
+def test_peers_of_packages_are_timed_unless_they_are_wrong(between_ranks: Any) -> None:
+    right, wrong, _ = between_ranks
     for op, prefix in OPS.items():
         row = right[op]
         roles = {name: timing.role for name, timing in row.times.items()}
@@ -171,22 +209,24 @@ def test_peers_of_packages_are_timed_unless_they_are_wrong() -> None:
         assert any("FlashInfer" in name for name in row.times)
 
 
+def test_wrong_sums_and_norms_are_found(between_ranks: Any) -> None:
+    for op, (row, found) in between_ranks[2].items():
+        assert row.check.startswith("agrees to"), row.check
+        assert {name: timing.role for name, timing in row.times.items()} == ROLES[op]
+        assert found[0].startswith("norm: off by"), found
+        assert "wrong; at [0, 0]" in found[1], found
+
+
 def test_a_peer_that_does_not_take_a_size_says_so() -> None:
-    context = SimpleNamespace(
-        rank=0, world_size=1, device=torch.device("cpu"), dtype=torch.float32, group=None
-    )
+    context = Context(0, 1, 1, torch.device("cpu"), torch.float32, None)
     with (
         mock.patch.dict(sys.modules, stand_ins()),
         mock.patch.object(dist, "new_group"),
         mock.patch.object(dist, "get_backend", return_value="gloo"),
     ):
         reduce, _ = peers._vllm(context, 4096, 1024, None)
-        try:
+        with pytest.raises(RuntimeError, match=r"^it does not sum \[4096, 1024\]$"):
             reduce(torch.ones(4096, 1024), torch.ones(1))
-        except RuntimeError as error:
-            assert str(error) == "it does not sum [4096, 1024]"
-        else:
-            raise AssertionError("it said nothing")
 
 
 def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

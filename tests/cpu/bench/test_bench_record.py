@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,61 +22,35 @@ from flux.cli import app
 
 
 def make_record(device: str = "cuda", *, complete: bool = True) -> Record:
-    def timing(role: str, t: float) -> Timing:
-        return Timing(role, tuple(round(f * t, 6) for f in (1.02, 1.0, 0.99)))
-
     rows = []
     for model, m, speed in (("small", 512, 0.9), ("small", 1024, 1.3), ("large", 512, 6.0)):
+        medians = {"flux": ("flux", 0.2), "cuBLAS": ("gemm", 0.18), "NCCL": ("comm", 0.1)}
+        medians["cuBLAS+NCCL"] = ("serial", 0.2 * speed)
         times = {
-            "flux": timing("flux", 0.2),
-            "cuBLAS": timing("gemm", 0.18),
-            "NCCL": timing("comm", 0.1),
-            "cuBLAS+NCCL": timing("serial", 0.2 * speed),
+            name: Timing(role, tuple(round(f * ms, 6) for f in (1.02, 1.0, 0.99)))
+            for name, (role, ms) in medians.items()
         }
-        plan = {
-            "fused": m == 512,
-            "config": "128x256x4",
-            "time_us": 190.0,
-            "candidates": [("128x256x4", 190.0)],
-        }
-        rows.append(
-            Row(
-                "gemm_rs",
-                model,
-                "gemm_rs",
-                m,
-                64,
-                256,
-                4,
-                "bfloat16",
-                (m, 64, 64),
-                1000,
-                times,
-                {"flux": 9.0},
-                plan,
-                "exact",
-            )
-        )
+        plan = {"fused": m == 512, "config": "128x256x4", "time_us": 190.0}
+        plan["candidates"] = [("128x256x4", 190.0)]
+        sizes = (m, 64, 256, 4, "bfloat16", (m, 64, 64), 1000)
+        rows.append(Row("gemm_rs", model, "gemm_rs", *sizes, times, {"flux": 9.0}, plan, "exact"))
     rows[1].notes.append("async-TP could not run: no reason")
     settings = {"rounds": 3, "world": 4, "tp": 4, "link_gb_per_s": 380.0}
-    info = {
-        "gpu": "Some GPU",
-        "gpu_count": 4,
-        "cuda": "13.0",
-        "nccl": "2.28",
-        "torch": "2.11",
-        "cpu": "Some CPU",
-    }
+    info = {"gpu": "Some GPU", "gpu_count": 4, "cuda": "13.0", "nccl": "2.28"}
+    info |= {"torch": "2.11", "cpu": "Some CPU"}
     date = "2026-01-02T03:04:05+00:00"
     return Record("0.1.0", "abc", date, "default", device, info, settings, rows, ["gemm left out"], complete)
 
 
+def drawn(content: Any, width: int = report._WIDE) -> str:
+    """What a terminal shows; of a pipe, which must have room for every column."""
+    output = io.StringIO()
+    Console(file=output, width=width).print(content)
+    return output.getvalue()
+
+
 def text_of(result: Record) -> str:
-    # The width of a pipe, which must have room for every column.
-    console = Console(file=io.StringIO(), width=report._WIDE)
-    console.print(report.render(result, console.width))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return drawn(report.render(result, report._WIDE))
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -93,15 +69,6 @@ def test_json_has_what_a_reader_needs(tmp_path: Path) -> None:
     assert (flux["median_ms"], flux["min_ms"], flux["max_ms"]) == (0.2, 0.198, 0.204)
     assert len(flux["samples_ms"]) == 3
     assert data["rows"][0]["derived"]["speedup"] == pytest.approx(0.9)
-
-
-def test_other_schemas_and_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"schema": 99, "rows": []}')
-    with pytest.raises(ValueError, match="schema: expected 1, got 99"):
-        record.read(tmp_path / "a.json")
-    (tmp_path / "b.json").write_text("not json")
-    with pytest.raises(ValueError, match="expected JSON, but Expecting value"):
-        record.read(tmp_path / "b.json")
 
 
 def test_table_shows_columns_footer_and_notes() -> None:
@@ -156,16 +123,8 @@ def test_plot_draws_a_picture(tmp_path: Path, device: str) -> None:
     assert pixels[..., :3].std() > 0.02, "an empty picture"
 
 
-def test_plot_refuses_an_empty_result(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
-    empty = make_record()
-    empty.rows.clear()
-    with pytest.raises(ValueError, match="no row of flux"):
-        plot.plot(empty, tmp_path / "p.png")
-
-
 def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match="pip install matplotlib"):
         plot.require_matplotlib()
 
@@ -203,11 +162,7 @@ def test_commit_falls_back_to_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_narrow_terminals_get_fewer_columns_but_whole_numbers(width: int) -> None:
-    result = make_record()
-    console = Console(file=io.StringIO(), width=width)
-    console.print(report.table(result, "gemm_rs", width))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = drawn(report.table(make_record(), "gemm_rs", width), width)
     assert "…" not in text
     for always in ("flux", "best peer", "speed-up", "t/floor", "0.200", "0.180 cuBLAS+NCCL"):
         assert always in text

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -16,44 +15,34 @@ from typing import Any
 
 import pytest
 import torch
+from bench_scripts import FOLDER, script
+from megatron_models import needs_megatron
 
 from flux.cli import training
 from flux.cli.show import show_file
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 OWN = {"stock", "flux", "flux, gathered x kept"}
 DISPATCHED = {"stock, alltoall", "stock, grouped GEMM", "stock, alltoall, grouped GEMM"}
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("megatron_model")
+benchmark = script("megatron_model")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
-)
+@needs_megatron
 def test_rehearsal(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     models = ["llama-3-8b", "mixtral-8x7b:2"]
-    arguments = [
+    options = ["--cpu", "--rounds", "2", "--iters", "1", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(FOLDER / "megatron_model.py"),
         "--models",
         *models,
-        "--cpu",
-        "--rounds",
-        "2",
-        "--iters",
-        "1",
-        "--json",
-        str(file),
+        *options,
     ]
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(FOLDER / "megatron_model.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads(file.read_text())
     assert [model["name"] for model in result["models"]] == models and not result["faults"]
@@ -129,10 +118,8 @@ def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> Non
     _, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
     lines = "\n".join(page.models(others, "")).splitlines()
     assert any(line.endswith("| training | graph | memory of a step |") for line in lines)
-    assert [line.split("|")[4].strip() for line in lines if line.startswith(("| stock", "| flux |"))] == [
-        "–",
-        "5.0 ms (1.000) ±0 %",
-    ]
+    cells = [line.split("|")[4].strip() for line in lines if line.startswith(("| stock", "| flux |"))]
+    assert cells == ["–", "5.0 ms (1.000) ±0 %"]
 
 
 @pytest.mark.parametrize(
@@ -207,10 +194,6 @@ def test_options(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--models: expected" in capsys.readouterr().err
     options = benchmark.options_of(["--layers", "8", "--sequence", "8192"])
     settings = benchmark.settings_of(options, "mixtral-8x7b:2")
-    assert (settings.ep, settings.model.layers, settings.model.sequence, settings.model.top_k) == (
-        2,
-        8,
-        8192,
-        2,
-    )
+    model = settings.model
+    assert (settings.ep, model.layers, model.sequence, model.top_k) == (2, 8, 8192, 2)
     assert benchmark.MODELS["qwen3-30b-a3b"].tiny().top_k == 2

@@ -8,18 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from bench_rows import row as made_row
 from typer.testing import CliRunner
 
 import flux
 from flux import _files
 from flux.bench import tune
-from flux.bench.model import Row, Timing, in_way
+from flux.bench.model import Row, in_way
 from flux.bench.suites import Problem
 from flux.bench.tune import facts_of
 from flux.cli import app
@@ -154,10 +155,8 @@ def test_a_file_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "is of another machine: arch sm_90, not cpu" in result.output
 
 
-def row(op: str, times: dict[str, tuple[str, float]], **change: object) -> Row:
-    timed = {name: Timing(role, (ms, ms, ms)) for name, (role, ms) in times.items()}
-    given = Row(op, "model", op, 16, 32, 64, 2, "bfloat16", (16, 32, 32), 0, timed, check="exact")
-    return replace(given, **change)  # type: ignore[arg-type]
+def row(op: str, times: dict[str, tuple[str, float]], **change: Any) -> Row:
+    return made_row(times, op, m=16, n=32, k=64, tp=2, local=(16, 32, 32), **change)
 
 
 def test_facts_of_rows() -> None:

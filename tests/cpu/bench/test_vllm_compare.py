@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_scripts import script
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("vllm_compare")
+compare = script("vllm_compare")
 
 
 def test_forced_positions(compare: Any) -> None:
@@ -32,17 +25,13 @@ def test_forced_positions(compare: Any) -> None:
 
 
 def _run(
-    before: tuple[int, int],
-    calls: tuple[int, int],
-    through: list[str],
-    experts: int = 0,
-    weights: float = 1.5,
+    before: tuple[int, int], calls: tuple[int, int], *through: str, experts: int = 0, weights: float = 1.5
 ) -> dict[str, Any]:
     """Of one rank, whose linear layers and experts had called flux that often at the start and the end."""
     start, end = (
         {
             "flux_calls": {"linear": linear, "experts": of_experts, "captured": 0},
-            "flux_through": through,
+            "flux_through": list(through),
             "row_parallel": {"RowParallelLinear": 2},
             "experts": {"MoERunner": experts} if experts else {},
             "weights": weights,
@@ -52,29 +41,23 @@ def _run(
     return {"state_at_start": [start], "state": [end]}
 
 
-STOCK = {"stock-eager": _run((0, 0), (0, 0), [])}
+STOCK = {"stock-eager": _run((0, 0), (0, 0))}
 
 
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"])}, None),
-        (STOCK | {"flux-eager": _run((4, 4), (8, 8), ["stores"], experts=2)}, None),
-        ({"stock-eager": _run((0, 0), (4, 0), [])}, "called flux 4 times"),
-        ({"stock-eager": _run((0, 0), (0, 3), [], experts=2)}, "called flux 3 times"),
-        ({"flux-graph": _run((0, 0), (0, 0), [])}, "did not run flux's kernels for linear"),
-        ({"flux-graph": _run((4, 0), (4, 0), ["stores"])}, "did not run flux's kernels for linear"),
-        (
-            {"flux-graph": _run((4, 4), (8, 4), ["stores"], experts=2)},
-            "did not run flux's kernels for experts",
-        ),
-        (
-            {"flux-graph": _run((4, 4), (4, 8), ["stores"], experts=2)},
-            "did not run flux's kernels for linear",
-        ),
-        ({"flux-graph": _run((4, 0), (4, 0), ["stores"], experts=2)}, "for linear and experts"),
-        ({"flux-graph": _run((4, 4), (8, 8), [], experts=2)}, "did not run flux"),
-        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"], weights=2.5)}, "same weights"),
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), "stores")}, None),
+        (STOCK | {"flux-eager": _run((4, 4), (8, 8), "stores", experts=2)}, None),
+        ({"stock-eager": _run((0, 0), (4, 0))}, "called flux 4 times"),
+        ({"stock-eager": _run((0, 0), (0, 3), experts=2)}, "called flux 3 times"),
+        ({"flux-graph": _run((0, 0), (0, 0))}, "did not run flux's kernels for linear"),
+        ({"flux-graph": _run((4, 0), (4, 0), "stores")}, "did not run flux's kernels for linear"),
+        ({"flux-graph": _run((4, 4), (8, 4), "stores", experts=2)}, "did not run flux's kernels for experts"),
+        ({"flux-graph": _run((4, 4), (4, 8), "stores", experts=2)}, "did not run flux's kernels for linear"),
+        ({"flux-graph": _run((4, 0), (4, 0), "stores", experts=2)}, "for linear and experts"),
+        ({"flux-graph": _run((4, 4), (8, 8), experts=2)}, "did not run flux"),
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), "stores", weights=2.5)}, "same weights"),
     ],
 )
 def test_a_run_that_was_not_what_its_name_says_is_found(compare: Any, runs: Any, fault: str | None) -> None:
@@ -84,7 +67,7 @@ def test_a_run_that_was_not_what_its_name_says_is_found(compare: Any, runs: Any,
 
 
 def test_by_default_flux_may_leave_all_to_vllm(compare: Any) -> None:
-    runs = STOCK | {"flux-graph": _run((0, 0), (0, 0), [])}
+    runs = STOCK | {"flux-graph": _run((0, 0), (0, 0))}
     assert compare.faults_of(runs, [], cpu=False, defaults=True) == []
 
 
@@ -97,17 +80,12 @@ def test_every_run_is_compared_with_stock_of_its_mode(compare: Any) -> None:
 
 def test_pairs_that_said_something_are_compared(compare: Any) -> None:
     said = [[{1: -0.5, 2: -1.0}]], [[{1: -0.75, 2: -0.5}]]
-    runs = {
-        "stock-graph": {"forced": said[0]},
-        "flux-graph": {"forced": said[1]},
-        "flux-nccl-graph": {},
-    }
+    runs = {"stock-graph": {"forced": said[0]}, "flux-graph": {"forced": said[1]}, "flux-nccl-graph": {}}
     (found,) = compare.compare_all(runs, [[9, 1]])
     assert found["runs"] == ["stock-graph", "flux-graph"] and found["forced"]["mean_apart"] == 0.25
     assert compare.faults_of({}, [found], cpu=False) == []
-    assert compare.faults_of({}, [found], cpu=True) == [
-        "['stock-graph', 'flux-graph']: other tokens, in float32"
-    ]
+    (fault,) = compare.faults_of({}, [found], cpu=True)
+    assert fault == "['stock-graph', 'flux-graph']: other tokens, in float32"
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])

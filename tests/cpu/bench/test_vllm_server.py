@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_scripts import script
 from leftovers import ENDED, STOPPED, become
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 FOUND = {
     "completed": 3,
     "total_output_tokens": 0,
     "duration": 2.0,
     "output_throughput": 30.0,
-    "median_ttft_ms": 20.0,
-    "p99_ttft_ms": 50.0,
-    "median_tpot_ms": 4.0,
-    "p99_tpot_ms": 8.0,
+    **{"median_ttft_ms": 20.0, "p99_ttft_ms": 50.0, "median_tpot_ms": 4.0, "p99_tpot_ms": 8.0},
 }
 # What `vllm serve` is made of here: a server that says how it was started.
 SERVE = """
@@ -58,10 +55,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 """
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("vllm_throughput")
+benchmark = script("vllm_throughput")
 
 
 @pytest.fixture
@@ -95,9 +89,7 @@ def test_a_server_runs_while_it_is_asked_and_ends_with_the_benchmark(benchmark: 
 
 
 def test_a_server_that_cannot_start_says_why(
-    benchmark: Any,
-    settings: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    benchmark: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDS", "1")
     engine = benchmark.Engine("stock-eager", settings)

@@ -12,50 +12,41 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_scripts import script
 from leftovers import ENDED, STOPPED, become
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+benchmark = script("vllm_throughput")
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("vllm_throughput")
+# Of runs of models: FLUX_VLLM, _MOE, _MIN_TOKENS, _SEQUENCE.
+SETTINGS = {
+    ("stock-graph", "llama-3-8b"): ["off", "off", "auto", None],
+    ("stock-eager", "qwen3-30b-a3b"): ["off", "off", "auto", None],
+    ("flux-eager", "llama-3-8b"): ["auto", "off", "auto", None],
+    ("flux-graph", "qwen3-30b-a3b"): ["auto", "auto", "auto", None],
+    ("flux-from256-unfused-graph", "llama-3-8b"): ["auto", "off", "256", None],
+    ("flux-seq1024-graph", "llama-3-8b"): ["auto", "off", "auto", "1024"],
+    ("flux-from8-seq1024-graph", "llama-3-8b"): ["auto", "off", "8", "1024"],
+}
 
 
-@pytest.mark.parametrize(
-    ("run", "model", "expected"),
-    [
-        # FLUX_VLLM, _MOE, _MIN_TOKENS, _SEQUENCE
-        ("stock-graph", "llama-3-8b", ["off", "off", "auto", None]),
-        ("stock-eager", "qwen3-30b-a3b", ["off", "off", "auto", None]),
-        ("flux-eager", "llama-3-8b", ["auto", "off", "auto", None]),
-        ("flux-graph", "qwen3-30b-a3b", ["auto", "auto", "auto", None]),
-        ("flux-from256-unfused-graph", "llama-3-8b", ["auto", "off", "256", None]),
-        ("flux-seq1024-graph", "llama-3-8b", ["auto", "off", "auto", "1024"]),
-        ("flux-from8-seq1024-graph", "llama-3-8b", ["auto", "off", "8", "1024"]),
-    ],
-)
 def test_settings_are_those_of_the_run(
-    benchmark: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: str,
-    model: str,
-    expected: list[str | None],
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # that of the shell counts for nothing
     monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
-    settings = benchmark.Settings(benchmark.MODELS[model], 2, None, 0.1, 60, False, tmp_path, True)
-    environment = settings.environment(run)
-    names = ("", "_MOE", "_MIN_TOKENS", "_SEQUENCE")
-    assert [environment.get(f"FLUX_VLLM{name}") for name in names] == expected
-    assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
-    assert benchmark.options_of(["--runs", run]).runs == [run]
+    for (run, model), expected in SETTINGS.items():
+        settings = benchmark.Settings(benchmark.MODELS[model], 2, None, 0.1, 60, False, tmp_path, True)
+        environment = settings.environment(run)
+        names = ("", "_MOE", "_MIN_TOKENS", "_SEQUENCE")
+        assert [environment.get(f"FLUX_VLLM{name}") for name in names] == expected
+        assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
+        assert benchmark.options_of(["--runs", run]).runs == [run]
     for wrong in ("stock-from256-graph", "flux-from-graph"):
         with pytest.raises(SystemExit):
             benchmark.options_of(["--runs", wrong])
@@ -232,7 +223,8 @@ def test_an_engine_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytes
 
 def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = importlib.import_module("vllm_probe")
-    monkeypatch.setitem(sys.modules, "vllm.distributed", _Ranks)
+    ranks = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 1)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", ranks)  # type: ignore[arg-type]
     model = torch.nn.Module()
     for name, dtype in (("plain", torch.float32), ("small", torch.float8_e4m3fn)):
         layer = torch.nn.Module()
@@ -241,19 +233,9 @@ def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch
     model.small.weight_scale = torch.nn.Parameter(torch.zeros(96, 1), requires_grad=False)
     model.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
     probe.fill_with_weights(model)
-    spread = [
-        float(x.std()) for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale)
-    ]
-    assert spread == pytest.approx([1 / 16, 1 / 16], rel=0.02)
+    for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale):
+        assert float(x.std()) == pytest.approx(1 / 16, rel=0.02)
     assert model.k_scale.item() == -1.0, "of a KV cache in 16 bits"
-
-
-class _Ranks:
-    """Of vllm.distributed."""
-
-    @staticmethod
-    def get_tensor_model_parallel_rank() -> int:
-        return 1
 
 
 def test_fp8_is_for_models_without_experts(benchmark: Any) -> None:
@@ -317,9 +299,8 @@ def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch
     measured = benchmark.Measurement({"flux-graph": engine}, work, benchmark.TWINS["llama-3-8b"], 1e3)
     measured.take_all(2, lambda: None)
     samples = measured.runs["flux-graph"]["samples_s"]
-    assert samples == {
-        name: [1.0, 1.0] for name in ("prefill", "prompt 8", "prompt 24", "decode 2", "decode 4")
-    }
+    metrics = ("prefill", "prompt 8", "prompt 24", "decode 2", "decode 4")
+    assert samples == {name: [1.0, 1.0] for name in metrics}
     measured.add_rates()
     assert measured.runs["flux-graph"]["tokens_per_s"]["prompt 24"] == 24.0
     single = engine.arguments[engine.asked.index("prompt")][0]
@@ -348,11 +329,9 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     from flux import machine
     from flux.bench.record import take_clocks
 
-    gpus = [
-        {"index": 0, "sm_mhz": 390, "sm_max_mhz": 1980, "temperature_c": 85},
-        {"index": 1, "sm_mhz": 1410, "sm_max_mhz": 1980, "temperature_c": 54},
-        {"index": 2, "sm_mhz": None, "sm_max_mhz": None, "temperature_c": None},
-    ]
+    names = ("index", "sm_mhz", "sm_max_mhz", "temperature_c")
+    told = ((0, 390, 1980, 85), (1, 1410, 1980, 54), (2, None, None, None))
+    gpus = [dict(zip(names, each, strict=True)) for each in told]
     monkeypatch.setattr(machine, "smi_under_load", lambda devices: gpus)
     record: dict[str, Any] = {"machine": {}}
     fault = "GPU 0 runs at 390 of 1980 MHz under load, at 85 °C"
@@ -367,23 +346,12 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     stopped: list[str] = []
     monkeypatch.setattr(benchmark, "Engine", Started)
     monkeypatch.setattr(benchmark, "stop", lambda engines: stopped.extend(engines))
-    monkeypatch.setattr(
-        benchmark,
-        "describe",
-        lambda settings, work: {
-            "version": "",
-            "commit": "",
-            "date": "",
-            "machine": {},
-            "settings": {"model": {"layers": 1}, "tp": 2},
-        },
-    )
+    described = {**dict.fromkeys(("version", "commit", "date"), ""), "machine": {}}
+    described["settings"] = {"model": {"layers": 1}, "tp": 2}
+    monkeypatch.setattr(benchmark, "describe", lambda settings, work: described)
     file = tmp_path / "result.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["vllm_throughput.py", "--runs", "stock-graph", "--json", str(file), "--logs", str(tmp_path)],
-    )
+    options = ["--runs", "stock-graph", "--json", str(file), "--logs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["vllm_throughput.py", *options])
     assert benchmark.main() == 1
     assert stopped == ["stock-graph"]
     assert json.loads(file.read_text())["faults"] == [fault]

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import statistics
-from pathlib import Path
 from typing import Any
 
-import pytest
+from bench_scripts import script
 
 from flux.cli import throughput
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("vllm_trace")
+trace = script("vllm_trace")
 
 
 def test_requests_are_always_the_same(trace: Any) -> None:

@@ -95,10 +95,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
             "vLLM's own: weights are quantised (awq)",
         ),
         (
-            {
-                **LLAMA,
-                "quantization_config": {**DEEPSEEK["quantization_config"], "weight_block_size": [64, 64]},
-            },
+            {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             (),
             "o_proj [8192, 4096]",
             "vLLM's own: weights are quantised (fp8, [64, 64])",
