@@ -108,7 +108,8 @@ class FluxSharedColwiseParallel(ParallelStyle):
 
     Args:
         names: of the layers, in the module.
-        input_layouts, use_local_output: as of FluxColwiseParallel.
+        input_layouts: placement of the module's input, Shard of a dimension of rows.
+        use_local_output: return plain tensors, not DTensors.
 
     Example::
 

@@ -22,7 +22,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: such as model.parameters(), or one; of any shapes and dtypes.
-        max_norm, norm_type: as of ``torch.nn.utils.clip_grad_norm_``.
+        max_norm: the largest norm that gradients keep.
+        norm_type: p of the p-norm, also inf.
 
     Returns:
         The norm before clipping, a plain tensor that is the same on all ranks.

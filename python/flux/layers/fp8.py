@@ -45,7 +45,7 @@ class Fp8:
             once more along the other axis, for the gradient of a weight, lose nothing but underflow.
         weight_grads: compute gradients of weights in fp8 too. Else from 16 or 32 bits, which are kept or
             gathered for that.
-        accumulate: of the forward pass, as in flux.gemm; "fast" only for "tensor". Gradients are promoted.
+        accumulate: of the forward pass: "promoted", or "fast" (only for "tensor"). Gradients are promoted.
 
     Raises:
         ValueError, TypeError: a value is none of these.

@@ -157,8 +157,11 @@ def row_linear(
         x: [M, ..., K/p], bfloat16, float16, float32 or float64.
         weight: [N, K/p], dtype and device of x, or a DTensor with such parts.
         bias: [N], the same on all ranks; so is its gradient.
-        group, gradient_accumulation_fusion, deferred, fp8: as in column_linear.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
+        gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one.
+        deferred: leave gradients of weights to its `compute`. The weights must be leaves, such as parameters.
+        fp8: quantise operands and gradients, and multiply in fp8. x is not float64 then.
 
     Returns:
         [M/p, ..., N] with `sequence_parallel`, else [M, ..., N], in x's dtype.

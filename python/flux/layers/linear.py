@@ -115,7 +115,11 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: whether there is one, of which each rank holds its part.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group. FSDP2
             needs a DeviceMesh, which has the same root as its own.
-        sequence_parallel, save_gathered, gradient_accumulation_fusion, fp8: as in column_linear.
+        sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
+        save_gathered: keep the gathered x for the backward pass. False: gather it again. "auto": gather it
+            again if the plan does so beside a GEMM, else keep it.
+        gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one.
+        fp8: multiply in fp8, from operands and gradients that are quantised in each call.
         init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
         device, dtype: of the parameters; default: torch's.
 
@@ -185,14 +189,17 @@ class RowParallelLinear(_ParallelLinear):
         in_features, out_features: of the whole layer; in_features must be divisible by p.
         bias: whether there is one; every rank holds all of it, and its gradient is the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
-        sequence_parallel, gradient_accumulation_fusion, fp8: as in row_linear.
-        init, device, dtype: as of ColumnParallelLinear.
+        sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
+        gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one.
+        fp8: multiply in fp8, from operands and gradients that are quantised in each call.
+        init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
+        device, dtype: of the parameters; default: torch's.
 
     Raises:
         ValueError, TypeError: as ColumnParallelLinear, but for in_features.
 
     Parameters and state dict: the DTensors "weight" [out_features, in_features], Shard(1), and "bias"
-    [out_features], Replicate(). Loading is as of ColumnParallelLinear.
+    [out_features], Replicate(). Plain tensors of the whole layer load too.
 
     Example::
 

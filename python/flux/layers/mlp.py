@@ -29,8 +29,13 @@ class ParallelMLP(nn.Module):
         ffn_size: features between the layers, over all ranks; divisible by the ranks of the group.
         activation: "swiglu", with a gate, or "gelu", without.
         bias: whether the layers have biases.
-        save_gathered: as in column_linear.
-        group, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype: as of the layers.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        sequence_parallel: x and the result are the rank's rows. Else all rows, on all ranks.
+        save_gathered: keep the gathered x for the backward pass, True, False or "auto".
+        gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one.
+        fp8: multiply in fp8, from operands and gradients that are quantised in each call.
+        init: fills a whole weight [out_features, in_features] in place; default: as nn.Linear.
+        device, dtype: of the parameters; default: torch's.
 
     x and the result are [M/p, ..., hidden_size] with `sequence_parallel` (the default), else [M, ...,
     hidden_size]. State dict: "gate_proj.", "up_proj." and "down_proj." with weight and bias.

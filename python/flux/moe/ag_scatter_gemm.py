@@ -51,15 +51,16 @@ def ag_scatter_gemm(
 
     Args:
         x: [tokens, H], this rank's, as many as topk_ids had; bfloat16, float16, float32 or float64; with
-            scales fp8, as in flux.gemm.
+            scales float8_e4m3fn or float8_e5m2.
         weight: [E / ep_size, N, H], the experts of this rank's slice, of each its part of the rows; dtype and
             device of x, with scales float8_e4m3fn.
         routing: of flux.moe.route.
         activation: "silu", "gelu", "swiglu" (silu of the first N/2 columns times the last N/2), or None.
-        scale_x: of x: one entry, [tokens, 1] or [tokens, H / 128], as in flux.gemm; they travel with tokens.
-        scale_w: of the weights, as in flux.grouped_gemm: one entry, [E / ep_size], [E / ep_size, N], or with
-            block scales [E / ep_size, N / 128, H / 128].
-        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        scale_x: of x: one entry, [tokens, 1] or [tokens, H / 128]; they travel with tokens.
+        scale_w: of the weights: one entry, [E / ep_size], [E / ep_size, N], or with block scales
+            [E / ep_size, N / 128, H / 128].
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32; the same on all ranks.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast"), on all ranks.
 
     Returns:
         [rows, N] (for "swiglu" N/2 columns), a fresh tensor with the largest number of rows that there could

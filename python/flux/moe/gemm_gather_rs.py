@@ -52,16 +52,17 @@ def gemm_gather_rs(
 
     Args:
         x: [rows, I], as flux.moe.ag_scatter_gemm returns it; bfloat16, float16, float32 or float64; with
-            scales fp8, as in flux.gemm.
+            scales float8_e4m3fn or float8_e5m2.
         weight: [E / ep_size, N, I], the experts of this rank's slice, of each its part of the columns; dtype
             and device of x, with scales float8_e4m3fn.
         routing: of flux.moe.route, the one that x was made with.
-        scale_x: of x: one entry, [rows, 1] or [rows, I / 128], as in flux.gemm.
-        scale_w: of the weights, as in flux.grouped_gemm: one entry, [E / ep_size], [E / ep_size, N], or with
-            block scales [E / ep_size, N / 128, I / 128].
-        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
-        wire: "int8": what ranks send each other is rounded as in flux.reduce_scatter; does not run fused.
-            Gradients travel in the result's dtype.
+        scale_x: of x: one entry, [rows, 1] or [rows, I / 128].
+        scale_w: of the weights: one entry, [E / ep_size], [E / ep_size, N], or with block scales
+            [E / ep_size, N / 128, I / 128].
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32; the same on all ranks.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast"), on all ranks.
+        wire: "int8": contributions travel as int8 with one scale for each 128 elements, half the bytes; does
+            not run fused. Gradients travel in the result's dtype.
 
     Returns:
         [tokens, N] in x's dtype, with scales in `out_dtype`, a fresh tensor.

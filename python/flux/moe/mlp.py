@@ -28,10 +28,11 @@ class MoEMLP(ShardedModule):
         num_experts: E, of the whole layer.
         group: all ranks over which tokens are distributed: ProcessGroup, one-dimensional DeviceMesh, group
             name, or None for the default group.
-        ep_size: as in flux.moe.route. With p ranks, tp = p / ep_size of them share the columns of each
-            expert.
+        ep_size: into how many slices experts are cut; 1: tensor, p: expert parallelism. Slice e is on
+            the tp = p / ep_size ranks from e * tp on, each with a part of the columns.
         activation: "swiglu", "silu", "gelu" or None.
-        max_tokens, max_node_tokens: as in flux.moe.route.
+        max_tokens: what no rank exceeds; the same on all ranks. None: all ranks have as many tokens.
+        max_node_tokens: how many tokens of a rank any other node needs at most. None: any number.
         init: fills the whole weight of one expert, [N, H] or [H, I], in place. Default: normal, with the
             standard deviation 1 / sqrt(H) or 1 / sqrt(I).
         dtype, device: of the parameters; default: torch's.

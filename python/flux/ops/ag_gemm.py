@@ -130,7 +130,7 @@ def ag_gemm(
     Args:
         x: [M/p, K], or with more leading dimensions, of which the first is gathered; the same shape on all
             ranks. bfloat16 or float16 for the kernel; float32 and float64 go through torch on GPUs. With
-            scales fp8, as in flux.gemm.
+            scales float8_e4m3fn or float8_e5m2.
         weight: [N/p, K] as in nn.Linear, or [K, N/p] with `transpose_weight`; dtype and device of x, with
             scales float8_e4m3fn. Or a list of those, for which x is gathered once.
         bias: [N/p], dtype of the result and device of x. For a list of weights: a list with one entry, which
@@ -139,10 +139,11 @@ def ag_gemm(
         transpose_weight: weight is [K, N/p].
         return_gathered: also return the gathered x, without another communication.
         out: contiguous [M, ..., N/p] to write to; for a list of weights a list of those.
-        scale_x: of this rank's x, with the shapes of flux.gemm; of the same kind on all ranks. Scales are
-            gathered with their rows.
-        scale_w: of the weight, with those shapes; for a list of weights a list of those.
-        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        scale_x: of this rank's x: one entry, one a row ([..., 1]), or one for 128 of K; alike on all ranks.
+        scale_w: of the weight: one entry, one for each column ([N/p]), or one for each 128 by 128; for a list
+            of weights a list.
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32; the same on all ranks.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast"), on all ranks.
 
     Returns:
         [M, ..., N/p] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`; for a list of

@@ -81,8 +81,11 @@ def all_reduce(
             the sum.
         eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
         out: contiguous tensor of x's shape to write to; not with `norm_weight`. May be x or `residual`.
-        quant, ue8m0, return_norm: as in flux.gemm_ar: quantise the normalised sum.
-        quant_scale: float32 [1], as in flux.gemm_ar.
+        quant: with `norm_weight`: quantise the normalised sum to float8_e4m3fn, with "tensor", "row" or
+            "group128" scales.
+        quant_scale: with "tensor": float32 [1], the scale to use; the same on all ranks.
+        ue8m0: round those scales up to powers of two.
+        return_norm: also return the normalised sum.
 
     Returns:
         The sum in x's shape and dtype: a fresh tensor, or `out`. With `norm_weight` a pair of fresh tensors:

@@ -53,7 +53,8 @@ def explain(
         norm: of gemm_ar and all_reduce: with `norm_weight`.
         scales: of a float8 dtype: "tensor", "row" (x and weight as flux.quantize makes them so) or "block" (x
             by "group128", weight by "block128").
-        out_dtype, accumulate: with `scales`, as in flux.gemm.
+        out_dtype: with `scales`, of the result.
+        accumulate: with `scales`: "promoted" or "fast".
 
     Returns:
         The plan; printing it explains it.

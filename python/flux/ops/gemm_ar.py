@@ -105,9 +105,9 @@ def gemm_ar(
 
     Args:
         x: [..., K/p]; bfloat16 or float16 for the kernel, float32 and float64 go through torch on GPUs. With
-            scales fp8, as in flux.gemm.
+            scales float8_e4m3fn or float8_e5m2.
         weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x. With
-            scales float8_e4m3fn, as in flux.gemm.
+            scales float8_e4m3fn, K in one piece.
         bias: [N], dtype of the result and device of x, the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [K/p, N].
@@ -116,14 +116,15 @@ def gemm_ar(
             of the sum.
         eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
         out: contiguous [..., N] to write to; not with `norm_weight`. May be `residual`.
-        scale_x, scale_w: of this rank's x and weight, with the shapes of flux.gemm; of the same kind on all
-            ranks.
-        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        scale_x: of this rank's x: one entry, one a row ([..., 1]), or one for 128 of K; alike on all ranks.
+        scale_w: of its weight: one entry, one for each column ([N]), or one for each 128 by 128.
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32; the same on all ranks.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast"), on all ranks.
         quant: with `norm_weight`: quantise the normalised sum to float8_e4m3fn as flux.quantize does, with
             "tensor", "row" or "group128" scales.
         quant_scale: with "tensor": float32 [1], the scale to use (static quantisation); the same on all
             ranks.
-        ue8m0: as in flux.quantize.
+        ue8m0: round those scales up to powers of two.
         return_norm: also return the normalised sum.
 
     Returns:

@@ -40,17 +40,20 @@ def gemm_rs(
 
     Args:
         x: [M, K/p], or with more leading dimensions, of which the first is scattered; bfloat16 or float16 for
-            the kernel, float32 and float64 go through torch on GPUs. With scales fp8, as in flux.gemm.
+            the kernel, float32 and float64 go through torch on GPUs. With scales
+            float8_e4m3fn or float8_e5m2.
         weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x. With
-            scales float8_e4m3fn, as in flux.gemm.
+            scales float8_e4m3fn, K in one piece.
         bias: [N], dtype of the result and device of x; each rank adds it to its own rows.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [K/p, N].
         out: contiguous [M/p, ..., N] to write to.
-        scale_x, scale_w: of this rank's x and weight, with the shapes of flux.gemm; of the same kind on all
-            ranks.
-        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
-        wire: as in flux.reduce_scatter: flux.gemm, then that.
+        scale_x: of this rank's x: one entry, one a row ([..., 1]), or one for 128 of K; alike on all ranks.
+        scale_w: of its weight: one entry, one for each column ([N]), or one for each 128 by 128.
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32; the same on all ranks.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast"), on all ranks.
+        wire: "int8": flux.gemm, then contributions travel as int8, half the bytes; each errs by up to 1/254
+            of the largest of its 128 elements.
 
     Returns:
         [M/p, ..., N] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`.

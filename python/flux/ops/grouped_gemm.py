@@ -47,7 +47,8 @@ def grouped_gemm(
     torch has no grouped GEMM for.
 
     Args:
-        x: [M, K], bfloat16, float16, float32 or float64; with scales fp8, as in flux.gemm.
+        x: [M, K], bfloat16, float16, float32 or float64; with scales
+            float8_e4m3fn or float8_e5m2.
         weight: [E, N, K], each expert's as in nn.Linear; dtype and device of x. With scales float8_e4m3fn,
             K in one piece.
         offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] are expert e's; the first entry is 0, none
@@ -56,9 +57,10 @@ def grouped_gemm(
             the rows of experts.
         activation: "silu", "gelu" (the exact one), "swiglu" (silu of the first N/2 columns times the last
             N/2), or None.
-        scale_x: of x: one entry, [M, 1], or [M, K / 128], as in flux.gemm.
+        scale_x: of x: one entry, [M, 1], or [M, K / 128].
         scale_w: of the weights: one entry, [E], [E, N], or with block scales [E, N / 128, K / 128].
-        out_dtype, accumulate: as in flux.gemm.
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32.
+        accumulate: with scales: sums in fp32 ("promoted") or tensor cores' 13 bits ("fast").
 
     Returns:
         [R, N] (without `rows` [M, N]; for "swiglu" N/2 columns) in x's dtype, with scales in `out_dtype`, a

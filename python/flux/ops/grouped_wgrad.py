@@ -59,7 +59,7 @@ def grouped_wgrad_accum(grad_output: Tensor, x: Tensor, offsets: Tensor, main_gr
     Args:
         grad_output: [M, N], gradient of the products, sorted by expert.
         x: [M, K]; dtype and device of `grad_output`.
-        offsets: int32 [E + 1], as in flux.grouped_wgrad.
+        offsets: int32 [E + 1]: rows offsets[e] to offsets[e + 1] are expert e's.
         main_grad: [E, N, K], of x's dtype or fp32 (for fp64: fp64), on the same device. Experts may lie
             apart. Those without rows stay as they are.
 

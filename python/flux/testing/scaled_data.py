@@ -38,7 +38,7 @@ class ScaledCase:
         x_dtype: float8_e4m3fn or float8_e5m2.
         out_dtype: bfloat16, float16 or float32.
         bias: whether there is one; the same on all ranks.
-        sums: results are sums over ranks, as those of flux.gemm_rs and flux.gemm_ar.
+        sums: results are sums over ranks (flux.gemm_rs, flux.gemm_ar).
         seed: of the data.
 
     Raises:

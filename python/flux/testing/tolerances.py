@@ -86,7 +86,7 @@ def scaled_bound(
         scale_w: its scales, with that shape.
         exact: [m, n] in float64.
         out_dtype: of the result: bfloat16, float16 or float32.
-        accumulate: as in flux.gemm.
+        accumulate: "promoted" or "fast".
 
     Returns:
         [m, n] in float64.

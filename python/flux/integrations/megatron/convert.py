@@ -186,7 +186,7 @@ def get_flux_layer_spec(
         config: the model's TransformerConfig.
         use_transformer_engine: start from Megatron's spec for it, whose attention is kept; None: if it is
             installed.
-        vp_stage: as for Megatron's get_gpt_decoder_block_spec.
+        vp_stage: the virtual pipeline stage, of interleaved schedules.
 
     Returns:
         TransformerBlockSubmodules, for this rank's pipeline stage.
@@ -216,7 +216,7 @@ class FluxTransformerLayer(TransformerLayer):  # type: ignore[misc]
         config: the model's TransformerConfig.
         submodules: without effect; Megatron passes it.
         layer_number: of the layer in its pipeline stage, from 1.
-        options: as of Megatron's class.
+        options: other arguments of Megatron's class.
 
     Raises:
         ValueError: config asks for a model whose layers differ in class.
