@@ -163,16 +163,10 @@ def operator_of(kind: str) -> str:
     return kind.removesuffix(FP8_KIND)
 
 
-# Of results of whole models by kind: their name, what they list, and whether they are of experts.
-_WHOLE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
-    "a result of vllm_throughput.py": (
-        *("vllm", "runs"),
-        lambda data: bool(data["settings"]["model"].get("experts")),
-    ),
-    "a result of megatron_model.py": (
-        *("megatron_model", "models"),
-        lambda data: any(model["shape"]["experts"] for model in data["models"]),
-    ),
+# Of results of whole models by what they list: their name, and whether they are of experts.
+_WHOLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "runs": ("vllm", lambda data: bool(data["settings"]["model"].get("experts"))),
+    "models": ("megatron_model", lambda data: any(model["shape"]["experts"] for model in data["models"])),
 }
 
 
@@ -187,8 +181,8 @@ def read(folder: Path, judge: Judge) -> tuple[list[Group], list[Other]]:
         )
         if kind == "a result of bench":
             runs.append((records.from_json(data), path.name))
-        elif kind in _WHOLE:
-            op, parts, has_experts = _WHOLE[kind]
+        elif parts := next((key for key in _WHOLE if key in data), ""):
+            op, has_experts = _WHOLE[parts]
             op = f"{op}_moe" if has_experts(data) else op
             where = (data["commit"], data["date"], _machine(data["machine"]), len(data[parts]))
             others.append(Other(_source(path.name, op, *where, judge), data))

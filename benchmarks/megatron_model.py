@@ -50,6 +50,7 @@ from megatron_candidates import (
     loss_of,
     usual_name,
 )
+from whole_models import told
 
 Tensor = torch.Tensor
 DEFAULT = ["llama-3-8b", "llama-3-70b", "mixtral-8x7b", "mixtral-8x7b:2", "qwen3-30b-a3b", "qwen3-30b-a3b:2"]
@@ -249,8 +250,6 @@ def settings_of(options: argparse.Namespace, asked: str) -> Settings:
 def main(arguments: list[str] | None = None) -> int:
     from flux._files import write_json
     from flux.bench.record import head, take_clocks
-    from flux.bench.report import make_console
-    from flux.cli import training
 
     start = time.monotonic()
     options = options_of(arguments)
@@ -269,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
             record["faults"] += take_clocks(record, "gpus_after")
     if options.json:
         write_json(record, options.json)
-    training.show(record, make_console())
+    print(*told(record), sep="\n")
     return 1 if record["faults"] else 0
 
 

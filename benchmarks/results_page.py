@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flux.cli import training
+import whole_models
 from flux.cli.tables import furthest_apart
-from flux.cli.throughput import over_stock, waited
 from measurements import Group, Measured, Other, Source, operator_of
 from results_text import CELLS, HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
 
@@ -161,7 +160,7 @@ def vllm(found: Sequence[Other], up: str) -> list[str]:
     parts = []
     for other in newest([other for other in found if other.data["settings"].get("defaults")], vllm_key):
         settings, runs = other.data["settings"], other.data["runs"]
-        rates = over_stock(runs)
+        rates = whole_models.over_stock(runs)
         metrics = list(dict.fromkeys(metric for of_run in rates.values() for metric in of_run))
         lines = [
             [name, *(_rate(*of_run[metric]) if metric in of_run else "–" for metric in metrics)]
@@ -187,7 +186,7 @@ def arrivals(runs: Any) -> list[str]:
             samples = run.get("traces", {}).get(rate)
             if rate == "at once" or not samples:
                 continue
-            times = [f"{1e3 * seconds:.1f}" for both in waited(samples) for seconds in both]
+            times = [f"{1e3 * seconds:.1f}" for both in whole_models.waited(samples) for seconds in both]
             tokens = median(each["tokens_per_s"] for each in samples)
             first = [each["first_s"]["median"] for each in samples]
             apart = f"{len(samples)}, {100 * (max(first) / min(first) - 1):.0f} %"
@@ -221,19 +220,19 @@ def models(found: Sequence[Other], up: str) -> list[str]:
         parts.append(f"megatron-core {machine['megatron-core']}; {origin(other.source, up)}\n")
         for model in other.data["models"]:
             cells: dict[str, dict[str, str]] = {name: {} for name in model["candidates"]}
-            for kind, name, ms, apart, ratio, host in training.lines(model):
+            for kind, name, ms, apart, ratio, host in whole_models.lines(model):
                 text = f"{ms:.1f} ({speed(ratio)}) ±{100 * apart:.0f}{' *host*' if host else ''}"
                 cells[name][kind] = text
             kinds = [
-                *training.PASSES,
-                *[training.GRAPH] * any(training.GRAPH in line for line in cells.values()),
+                *whole_models.PASSES,
+                *[whole_models.GRAPH] * any(whole_models.GRAPH in line for line in cells.values()),
             ]
             lines = [
                 [name, *(cells[name].get(kind, "–") for kind in kinds), f"{run['step_mib'] / 1024:.1f}"]
                 for name, run in model["candidates"].items()
             ]
             columns = [f"{kind}, ms ±%" for kind in kinds]
-            title = training.title(model, settings["tp"])
+            title = whole_models.title(model, settings["tp"])
             parts.append(table([title, *columns, "memory of a step, GiB"], lines))
     return parts
 

@@ -56,6 +56,7 @@ from vllm_compare import compare_all, faults_of
 from vllm_engine import RUN, Engine, Gone, Settings, stop
 from vllm_models import MODELS, POSITIONS, TWINS, Model
 from vllm_trace import requests
+from whole_models import told
 
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
@@ -251,13 +252,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_tables(record: dict[str, Any]) -> None:
-    from flux.bench.report import make_console
-    from flux.cli import throughput
-
-    throughput.show(record, make_console())
-
-
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
         if not RUN.fullmatch(name):
@@ -377,7 +371,7 @@ def main() -> int:
             if not options.cpu:
                 measured.faults += take_clocks(record, "gpus_after")
         write()
-        print_tables(record)
+        print(*told(record), sep="\n")
     finally:
         stop(engines)
     return 1 if record["faults"] else 0

@@ -17,8 +17,7 @@ from flux.testing.compare import passed
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
 LINK_GB_PER_S = 380.0
 
-# Roles of candidates. "config" is one choice of a sweep; the
-# others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
+# Roles of candidates that are columns of the table; "fast" sums of fp8 products have fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
 # Those of candidates that do the job in another way.
 OTHERS = ("serial", "peer", "parts")
@@ -178,15 +177,6 @@ class Derived:
     def unit(self) -> float:
         """The unit of a row's times in pictures: its floor, or without one its best peer."""
         return self.floor or self.peer or self.flux or 1.0
-
-
-def over_best(row: Row) -> tuple[float, list[tuple[float, str]]] | None:
-    """Of a sweep the milliseconds of what was planned, and of all choices and their names, the fastest first.
-    None if the plan or the choices were not timed.
-    """
-    plan = next((t.median for t in row.times.values() if t.role == "flux"), None)
-    ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
-    return (plan, ranked) if plan is not None and ranked else None
 
 
 def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int) -> int:

@@ -24,7 +24,6 @@ class _Settings(TypedDict, total=False):
 
     world: Count
     link_gb_per_s: Positive
-    all_configs: bool
 
 
 class _Machine(TypedDict, total=False):

@@ -6,7 +6,6 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -21,7 +20,6 @@ from flux.bench.model import (
     Summary,
     bar_over_16_bits,
     geomean,
-    over_best,
     summarise,
 )
 from flux.bench.record import Record
@@ -46,7 +44,6 @@ BARS = {
 }
 _WIDE = 220
 TABLE_WIDTH = 80  # width of the columns that every table has
-_NEAR_BEST = 1.03  # a plan within this factor of the best choice of a sweep is good
 
 
 def make_console(*, stderr: bool = False, least: int = 0) -> Console:
@@ -132,13 +129,6 @@ def _fast(row: Row) -> str:
     return "–" if found is None else f"{_ms(found[0])} {found[1]}"
 
 
-def _swept(
-    cell: Callable[[float, list[tuple[float, str]]], str | Text],
-) -> Callable[[Row, Derived, Bar], Any]:
-    """A cell of what was planned, and of all choices of a sweep."""
-    return lambda r, d, b: "–" if (found := over_best(r)) is None else cell(*found)
-
-
 _MODEL = Column("model", lambda r, d, b: r.name, "left")
 _PATTERN = Column("model", lambda r, d, b: f"{r.name} ({r.pattern})", "left")
 _M = Column("M", lambda r, d, b: str(r.m))
@@ -185,43 +175,7 @@ _CPU = [
 ]
 
 
-_SWEEP = [
-    *(_PATTERN, _M, Column("N × K", _N_K.cell)),
-    Column("plan", lambda r, d, b: str((r.plan or {}).get("config", "–")), "left"),
-    Column("plan ms", _swept(lambda plan, ranked: _ms(plan))),
-    Column("best", _swept(lambda plan, ranked: ranked[0][1]), "left"),
-    Column("best ms", _swept(lambda plan, ranked: _ms(ranked[0][0]))),
-    Column(
-        "plan/best",
-        _swept(lambda plan, ranked: _judged(plan / ranked[0][0], plan <= _NEAR_BEST * ranked[0][0], 3)),
-    ),
-    Column(
-        "next best", _swept(lambda _, rank: ", ".join(f"{name} {ms:.3f}" for ms, name in rank[1:4])), "left"
-    ),
-]
-
-
-def _sweep_footer(rows: list[Row]) -> Text:
-    """The plan's choice against the best tile shape, and the error of the cost model."""
-    swept = [
-        (dict((row.plan or {}).get("candidates", [])), *found) for row in rows if (found := over_best(row))
-    ]
-    if not swept:
-        return Text("nothing measured")
-    ratios = [plan / ranked[0][0] for _, plan, ranked in swept]
-    lines = [f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}"]
-    expected = [(of.get(name), ms) for of, _, ranked in swept for ms, name in ranked]
-    if errors := [us / 1e3 / ms for us, ms in expected if us]:
-        lines.append(
-            f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, "
-            f"min {min(errors):.2f}, max {max(errors):.2f}"
-        )
-    return Text("\n".join(lines))
-
-
 def _columns(record: Record, op: str) -> list[Column]:
-    if record.settings.get("all_configs"):
-        return _SWEEP
     if record.device == "cpu":
         return _CPU
     if op == "quantize":
@@ -242,10 +196,8 @@ def title_of(record: Record, row: Row) -> str:
 
 def table(record: Record, op: str, width: int = _WIDE) -> Table:
     """All rows of one op, in the columns that fit into ``width`` characters."""
-    rows, sweep = [row for row in record.rows if row.op == op], bool(record.settings.get("all_configs"))
+    rows = [row for row in record.rows if row.op == op]
     title = f"{title_of(record, rows[0])} · ms per call, median of {record.settings.get('rounds')} rounds"
-    if sweep:
-        rows, title = [row for row in rows if over_best(row)], f"{op} · every tile shape · ms"
     bar, derived = _bar_of(rows), [record.derived(row) for row in rows]
     columns = [
         (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
@@ -291,8 +243,6 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     rows = [row for row in record.rows if row.op == op]
     bar = _bar_of(rows)
     s = summarise(rows, [record.derived(row) for row in rows], bar)
-    if record.settings.get("all_configs"):
-        return _sweep_footer(rows), s
     lines = []
     if s.geomean_speedup is not None:
         line = (

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import flux
 from flux import _env, machine
-from flux.bench.cases import OPS, gemm
+from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context
 from flux.bench.model import (
     FP8,
@@ -50,7 +50,6 @@ class Settings:
     iters: int = 20
     rounds: int = 7
     link_gb_per_s: float = LINK_GB_PER_S
-    all_configs: bool = False
     alone: bool = False
     json_file: str | None = None
     skipped: tuple[str, ...] = ()
@@ -169,14 +168,13 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
     row.check = _agree(first_wrong(spec.case.check(problem, each) for each in everybody), context)
-    prepare = gemm.sweep if settings.all_configs else spec.case.prepare
-    lineup = prepare(problem, context)
+    lineup = spec.case.prepare(problem, context)
     row.plan, row.notes = lineup.plan, lineup.notes
     roles = {c.role for c in lineup.candidates}
     if not row.ok:
-        roles -= {"flux", "config", "int8"}
+        roles -= {"flux", "int8"}
     if settings.alone:
-        roles &= {"flux", "config", "gemm"}
+        roles &= {"flux", "gemm"}
     candidates = [c for c in lineup.candidates if c.role in roles]
     if not candidates:
         return row
@@ -193,7 +191,7 @@ def _time(row: Row, candidates: list[Candidate], timer: Timer, settings: Setting
     told = "the host never got ahead of the GPU; its time is included"
     row.notes += [f"{name}: {told}" for name in timer.host_bound]
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
-    if settings.device == "cuda" and not settings.all_configs:
+    if settings.device == "cuda":
         row.host_us = {c.name: round(timer.host_us(c.eager or c.call), 2) for c in compared}
 
 

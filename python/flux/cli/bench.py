@@ -278,7 +278,6 @@ def command(
     timeout: Annotated[
         float, typer.Option(parser=real(1.0), metavar="SECONDS", help="After that the run is stopped.")
     ] = 3600.0,
-    all_configs: Annotated[bool, typer.Option("--all-configs", hidden=True)] = False,
 ) -> None:
     """Time flux against the strongest alternatives here. Every shape is checked before it is timed.
 
@@ -323,19 +322,17 @@ def command(
 
 def _measuring(settings: Settings, given: dict[str, Any]) -> Settings:
     """The settings with what the user said of how to measure."""
-    on_gpus, link, all_configs = settings.device == "cuda", given["link"], given["all_configs"]
-    if link is not None and not on_gpus:
+    link = given["link"]
+    if link is not None and settings.device != "cuda":
         raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
-    if all_configs and (not on_gpus or {p.op for p in settings.problems} != {"gemm"} or given["plot"]):
-        raise ValueError("bench: --all-configs expected with gemm, on GPUs and without --plot")
     return replace(
         settings,
         iters=given["iters"] or settings.iters,
-        rounds=given["rounds"] or (3 if all_configs else settings.rounds),
+        rounds=given["rounds"] or settings.rounds,
         link_gb_per_s=link or LINK_GB_PER_S,
         json_file=str(given["json_file"]) if given["json_file"] else None,
         timeout_s=given["timeout"],
-        **{name: given[name] for name in ("all_configs", "alone")},
+        alone=given["alone"],
     )
 
 

@@ -14,7 +14,7 @@ from flux._files import read_json
 from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench.report import TABLE_WIDTH, make_console, render
-from flux.cli import doctor, tables, throughput, training, verify
+from flux.cli import doctor, tables, verify
 
 Data = dict[str, Any]
 
@@ -45,8 +45,6 @@ KINDS = (
     _RESULT,
     Kind("outcomes of verify", lambda data: "outcomes" in data, verify.show),
     Kind("findings of doctor", lambda data: "findings" in data, doctor.show),
-    Kind("a result of vllm_throughput.py", lambda data: "runs" in data, throughput.show),
-    Kind("a result of megatron_model.py", lambda data: "models" in data, training.show),
     Kind("losses of a training", _losses, tables.show_losses),
     Kind("tuning data (with a key 'what')", lambda data: "what" in data, tables.show),
 )

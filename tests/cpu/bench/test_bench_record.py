@@ -98,21 +98,6 @@ def test_wrong_rows_are_loud() -> None:
     assert "WRONG RESULTS in 1 rows" in text
 
 
-def test_sweep_table_ranks_tile_shapes() -> None:
-    sweep = make_record()
-    sweep.settings["all_configs"] = True
-    for row in sweep.rows:
-        row.times = {
-            "plan": Timing("flux", (0.22,)),
-            "128x256x4": Timing("config", (0.2,)),
-            "128x128x6": Timing("config", (0.25,)),
-        }
-    text = text_of(sweep)
-    assert "plan over best: geomean 1.100, max 1.100" in text
-    assert "cost model over measured, 3 choices: geomean 0.950" in text
-    assert "128x128x6 0.250" in text
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_plot_draws_a_picture(tmp_path: Path, device: str) -> None:
     image = pytest.importorskip("matplotlib.image", reason="matplotlib is an optional dependency")

@@ -18,14 +18,14 @@ import torch
 from bench_scripts import FOLDER, script
 from megatron_models import needs_megatron
 
-from flux.cli import training
-from flux.cli.show import show_file
-
 OWN = {"stock", "flux", "flux, gathered x kept"}
 DISPATCHED = {"stock, alltoall", "stock, grouped GEMM", "stock, alltoall, grouped GEMM"}
 
 
 benchmark = script("megatron_model")
+
+
+whole = script("whole_models")
 
 
 @needs_megatron
@@ -49,10 +49,10 @@ def test_rehearsal(tmp_path: Path) -> None:
     for model, names in zip(result["models"], (OWN, OWN | DISPATCHED), strict=True):
         assert model["candidates"].keys() == names and not model["skipped"]
         for run_of_one in model["candidates"].values():
-            for kind in training.PASSES:
+            for kind in ("forward", "training"):
                 assert len(run_of_one["samples_ms"][kind]) == 2
     assert "stock, alltoall" in run.stdout
-    assert run.stdout.count("training ") == len(OWN) + len(OWN | DISPATCHED)
+    assert run.stdout.count("training, ") == len(OWN) + len(OWN | DISPATCHED)
 
 
 def result_of(times: dict[str, float]) -> dict[str, Any]:
@@ -77,27 +77,29 @@ def result_of(times: dict[str, float]) -> dict[str, Any]:
 TIMES = {"stock": 12.0, "flux": 10.0, "flux, gathered x kept": 8.0, "Transformer Engine": 9.0}
 
 
-def test_times_are_over_those_of_flux_with_the_same_classes() -> None:
+def test_times_are_over_those_of_flux_with_the_same_classes(whole: Any) -> None:
     model = result_of(TIMES)["models"][0]
-    found = {(kind, name): ratio for kind, name, *_, ratio, _ in training.lines(model)}
+    found = {(kind, name): ratio for kind, name, *_, ratio, _ in whole.lines(model)}
     assert found["forward", "stock"] == 1.5 and found["training", "flux, gathered x kept"] == 1.0
     assert found["forward", "Transformer Engine"] == 9 / 8  # no candidate on flux has its classes
     both = result_of({**TIMES, "Transformer Engine on flux": 6.0})["models"][0]
-    found = {(kind, name): ratio for kind, name, *_, ratio, _ in training.lines(both)}
+    found = {(kind, name): ratio for kind, name, *_, ratio, _ in whole.lines(both)}
     assert found["forward", "Transformer Engine"] == 1.5 and found["forward", "stock"] == 1.5
 
 
-def test_a_result_is_shown_and_stands_on_the_page(
-    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_is_shown_and_stands_on_the_page(whole: Any, tmp_path: Path) -> None:
     file = tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json"
     file.write_text(json.dumps(result_of(TIMES)))
-    show_file(file, None)
-    shown = capsys.readouterr().out
-    assert "FAULT: a fault" in shown and "not run: x: why" in shown
-    assert [line.split()[:4] for line in shown.splitlines() if " stock " in line] == [
-        ["forward", "stock", "12.000", "50.0"],
-        ["training", "stock", "36.000", "(host)"],
+    assert list(whole.told(result_of(TIMES))) == [
+        "llama-3-8b · 4 layers · 4096 tokens · TP 2",
+        *(f"  forward, {name}: {ms:.3f} ms ± 50.0 %, {ms / 8:.3f} of flux" for name, ms in TIMES.items()),
+        *(
+            f"  training, {name}: {3 * ms:.3f} ms ± 0.0 %, {ms / 8:.3f} of flux"
+            + ", paced by the host" * (name == "stock")
+            for name, ms in TIMES.items()
+        ),
+        "  not run: x: why",
+        "FAULT: a fault",
     ]
     measurements, page = map(importlib.import_module, ("measurements", "results_page"))
     rows, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
@@ -107,11 +109,11 @@ def test_a_result_is_shown_and_stands_on_the_page(
     assert "graph" not in text
 
 
-def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> None:
+def test_steps_from_cuda_graphs_are_shown(whole: Any, tmp_path: Path) -> None:
     """A candidate that was not captured has no such time."""
     result = result_of(TIMES)
     result["models"][0]["candidates"]["flux"]["samples_ms"]["graph"] = [5.0, 5.0, 5.0]
-    found = [line[:3] for line in training.lines(result["models"][0]) if line[0] == "graph"]
+    found = [line[:3] for line in whole.lines(result["models"][0]) if line[0] == "graph"]
     assert found == [("graph", "flux", 5.0)]
     (tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json").write_text(json.dumps(result))
     measurements, page = map(importlib.import_module, ("measurements", "results_page"))

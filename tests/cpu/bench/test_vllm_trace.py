@@ -8,8 +8,6 @@ from typing import Any
 
 from bench_scripts import script
 
-from flux.cli import throughput
-
 trace = script("vllm_trace")
 
 
@@ -30,15 +28,3 @@ def test_requests_are_of_many_lengths_and_fit(trace: Any) -> None:
     arrivals = [each.arrives for each in wanted]
     assert arrivals[0] == 0 and arrivals == sorted(arrivals)
     assert 0.9 < arrivals[-1] / len(arrivals) < 1.1
-
-
-def test_the_times_of_a_trace_are_shown() -> None:
-    def sample(seconds: float, first: float) -> dict[str, Any]:
-        times = {"first_s": {"median": first, "p99": 3 * first}, "further_s": {"median": 0.01, "p99": 0.02}}
-        return {"seconds": seconds, **times}
-
-    shown = throughput._trace("20 per s", [sample(10, 0.1), sample(11, 0.3), sample(10.5, 0.2)])
-    assert shown == (
-        "trace 20 per s: first token 200.0 ms, in 1 % over 600.0 ms;"
-        " each further one 10.0 ms, in 1 % over 20.0 ms; 3 samples 10.0 % apart"
-    )

@@ -60,8 +60,7 @@ class Candidate:
     """One way to do the work.
 
     role: "flux", "gemm" and "comm" (each alone), "serial", "peer", "parts" (flux in another way), "fast"
-    (with less accurate sums of fp8 products), "int8" (whose contributions travel so), or "config" (one choice
-    of a sweep).
+    (with less accurate sums of fp8 products), or "int8" (whose contributions travel so).
     calls: how often `call` does the work: a CUDA graph holds several.
     eager: what its host cost is measured of, where that is not `call`.
     """

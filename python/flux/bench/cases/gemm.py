@@ -4,8 +4,6 @@ also against other packages and against bf16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,18 +12,14 @@ from flux.bench.cases.common import Context, Lineup, library
 from flux.bench.cases.libraries import opened
 from flux.bench.cases.operands import (
     DECODE_M,
-    Operand,
     Operands,
-    Scaled,
     check_op,
     random_operands,
     step_of,
-    values,
 )
-from flux.bench.cases.plans import explained, packed_choices, plan_dict
-from flux.bench.model import FP8, IN_16_BITS
+from flux.bench.cases.plans import explained, plan_dict
+from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
-from flux.fp8.scales import Scales, for_kernel
 
 
 def check(problem: Problem, context: Context) -> str:
@@ -65,46 +59,4 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     if problem.scales != "block":
         lineup.add("flux, fast", "fast", step_of(flux.gemm, given.x, out=ours, accumulate="fast"))
     lineup.plan = explained("gemm", m, n, k, context, problem.scales)
-    return lineup
-
-
-def _canonical(x: Operand, weight: Operand) -> tuple[Tensor, Scales | None]:
-    """A weight, and scales as operators give them to their kernels."""
-    if isinstance(x, Scaled) and isinstance(weight, Scaled):
-        scales = Scales(x.scale, weight.scale, torch.bfloat16, "promoted")
-        return weight.q, scales.canonical(*weight.q.shape)
-    return values(weight), None
-
-
-def sweep(problem: Problem, context: Context) -> Lineup:
-    """The kernel with every tile shape and cluster, against what the plan chose, and against libraries."""
-    m, n, k = problem.local(context.tp)
-    given, lineup = _begun(problem, context)
-    _add_others(problem, given, lineup)
-    x = values(given.x)
-    lineup.weights = [_canonical(given.x, weight) for weight in given.weights]
-    out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    facts: dict[str, Any] = {
-        "dtype": getattr(torch, FP8) if problem.scales else context.dtype,
-        "scales": problem.scales or None,
-    }
-    # A plan that may leave sums in the tensor cores considers tiles that promote them, too.
-    how = "fast" if problem.scales in ("tensor", "row") else "promoted"
-    plan = flux.explain("gemm", m, n, k, accumulate=how, **facts)
-
-    def run(name: str, role: str, choice: int) -> None:
-        fast = {"fast": " fast" in name} if problem.scales else {}
-
-        def launch(weight: tuple[Tensor, Scales | None]) -> None:
-            w, scales = weight
-            how = {**for_kernel(x, scales), **fast}
-            torch.ops.flux._gemm(x, w, None, out, False, choice, 0, **how)
-
-        lineup.add(name, role, launch)
-
-    run("plan", "flux", -1)
-    for name, choice in packed_choices(plan, x.itemsize):
-        run(name, "config", choice)
-    lineup.plan = plan_dict(flux.explain("gemm", m, n, k, **facts))
-    lineup.plan["candidates"] = plan_dict(plan)["candidates"]
     return lineup

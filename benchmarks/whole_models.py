@@ -1,35 +1,37 @@
-"""Tables of the results of benchmarks/megatron_model.py."""
+"""What the results of whole models say: of vllm_throughput.py and megatron_model.py."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 PASSES = ("forward", "training")
 GRAPH = "graph"  # a training step from a CUDA graph: not in every result, nor of every candidate
 _ENGINE = "Transformer Engine"
 
 
-def show(data: dict[str, Any], console: Console) -> None:
-    """Prints the times of each model's candidates, what they computed, and what is wrong."""
-    machine = data["machine"]
-    where = f"{machine.get('gpu_count', 0)}× {machine.get('gpu', machine.get('cpu'))}"
-    head = (
-        f"flux {data['version']} ({data['commit']}) · {where} · megatron-core {machine.get('megatron-core')}"
-    )
-    console.print(Text(f"{head} · torch {machine.get('torch')} · {data['date']}", style="dim"))
-    for model in data["models"]:
-        console.print(_times(model, data["settings"]["tp"]))
-        for name, reason in model["skipped"].items():
-            console.print(Text(f"not run: {name}: {reason}"))
-    for fault in data["faults"]:
-        console.print(Text(f"FAULT: {fault}", style="bold red"))
+def over_stock(runs: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """Of each run and metric: tokens per second, and how many times those of stock in the same mode."""
+    return {
+        name: {
+            metric: (rate, rate / stock[metric] if metric in stock else None)
+            for metric, rate in run["tokens_per_s"].items()
+        }
+        for name, run in runs.items()
+        for stock in [runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})]
+    }
+
+
+def waited(samples: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Seconds to the first token of a trace's requests, and for each further one: of both, over its samples,
+    the medians of the median and of the 99th percentile.
+    """
+
+    def middle(key: str, part: str) -> float:
+        return statistics.median(float(each[key][part]) for each in samples)
+
+    return [(middle(key, "median"), middle(key, "p99")) for key in ("first_s", "further_s")]
 
 
 def title(model: dict[str, Any], tp: int) -> str:
@@ -78,17 +80,15 @@ def lines(model: dict[str, Any]) -> Iterator[tuple[str, str, float, float, float
             yield kind, name, times[name], spread(run["samples_ms"][kind]), ratio, kind in run["host_bound"]
 
 
-def _times(model: dict[str, Any], tp: int) -> Table:
-    table = Table(title=title(model, tp), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    for name in ("pass", "candidate"):
-        table.add_column(name)
-    for name in ("ms", "±", "/ flux", "loss", "gradients apart", "step MiB"):
-        table.add_column(name, justify="right")
-    for kind, name, ms, apart, ratio, host in lines(model):
-        run = model["candidates"][name]
-        cells = [f"{ms:.3f}{' (host)' if host else ''}", f"{100 * apart:.1f} %", f"{ratio:.3f}"]
-        if kind == "training":
-            memory = f"{run['step_mib']:.0f}" if "step_mib" in run else "–"
-            cells += [f"{run['loss']:.4f}", f"{run['gradients_apart']:.1e}", memory]
-        table.add_row(kind, name, *cells)
-    return table
+def told(record: dict[str, Any]) -> Iterator[str]:
+    """A result in lines: rates over stock's, or times over flux's, and what is wrong."""
+    for name, rates in over_stock(record.get("runs", {})).items():
+        for metric, (rate, ratio) in rates.items():
+            yield f"{name}, {metric}: {rate:.0f} tokens/s" + (f", {ratio:.3f} of stock" if ratio else "")
+    for model in record.get("models", []):
+        yield title(model, record["settings"]["tp"])
+        for kind, name, ms, apart, ratio, host in lines(model):
+            paced = ", paced by the host" if host else ""
+            yield f"  {kind}, {name}: {ms:.3f} ms ± {100 * apart:.1f} %, {ratio:.3f} of flux{paced}"
+        yield from (f"  not run: {name}: {reason}" for name, reason in model["skipped"].items())
+    yield from (f"FAULT: {fault}" for fault in record["faults"])
