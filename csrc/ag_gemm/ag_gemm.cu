@@ -6,18 +6,14 @@
 namespace flux::ag_gemm {
 namespace {
 
-// The number of CTAs that push rows: all CTAs without an own tile at the start, but no fewer than the link needs.
-// With a narrow weight all CTAs wait for the link, so it gets more of them (docs/design/gemm-rs.md#ctas-that-send-rows).
+// The number of CTAs that push rows: all without an own tile at the start, but no fewer than the link needs; with a
+// narrow weight it needs more (docs/design/gemm-rs.md#ctas-that-send-rows).
 int choose_pushers(const gemm::TileOrder& order, int n, int num_sms) {
   constexpr int kLinkCtas = 8, kNarrowLinkCtas = 12, kNarrowColumnsPerPeer = 1500;
   const int least = n < kNarrowColumnsPerPeer * (order.world_size - 1) ? kNarrowLinkCtas : kLinkCtas;
   const int own = order.num_own_clusters() * order.cluster_size();
   const int pushers = std::max(least, num_sms - own);
   return std::min(pushers, num_sms) / order.cluster_size() * order.cluster_size();
-}
-
-runtime::Matrix slots_matrix(const runtime::SymmBuffer& symm, const Layout& layout, int parity, int k) {
-  return {symm.slots(symm.rank, parity), static_cast<int64_t>(symm.world_size - 1) * layout.rows, k, k};
 }
 
 ScaledGatherStore::Params scaled(const GatherStore::Params& store, const OwnScales& scales, bool blocks) {
@@ -62,9 +58,11 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   }
   GatherStore::Params store;
   for (int parity = 0; parity < 2; ++parity) {
-    store.gathered[parity] = runtime::make_tensor_map(slots_matrix(symm, layout, parity, k), args.x_dtype(),
-                                                      gemm::kTileConfigs[choice.config].block_k(),
-                                                      gemm::kBlockM / order.cluster_n());
+    const runtime::Matrix slots = {symm.slots(symm.rank, parity),
+                                   static_cast<int64_t>(symm.world_size - 1) * rows, k, k};
+    store.gathered[parity] =
+        runtime::make_tensor_map(slots, args.x_dtype(), gemm::kTileConfigs[choice.config].block_k(),
+                                 gemm::kBlockM / order.cluster_n());
   }
   store.symm = symm;
   store.layout = layout;

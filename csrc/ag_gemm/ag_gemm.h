@@ -1,19 +1,18 @@
-// AllGather+GEMM in one launch, and AllGather alone (FLUX, arXiv 2406.06858, section 4). Not from the paper: CTAs
-// that first push rows and then compute.
+// AllGather+GEMM in one launch, and AllGather alone (FLUX, arXiv 2406.06858, section 4). Not from the paper: CTAs that
+// first push rows and then compute.
 #pragma once
 
 #include "ag_gemm/plan.h"
 #include "gemm/gemm.h"
-#include "runtime/check.h"
 #include "runtime/symm_buffer.h"
 
 namespace flux::ag_gemm {
 
 // How rows are sent to peers: by CTAs or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: CTAs of the launch push the rows, and the device counts the epochs, so calls can be replayed in a CUDA graph.
-  // Otherwise copy engines push them, and this is the epoch of the call. The host counts these epochs, because it must
-  // know the destination buffer when it enqueues a copy. Only such calls use the region.
+  // 0: CTAs of the launch push the rows, and the device counts the epochs, so that CUDA graphs can replay calls. Else
+  // copy engines push them, and the host counts the epochs, because it must know the destination when it enqueues a
+  // copy.
   uint32_t copy_epoch;
   int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
 };
@@ -22,10 +21,6 @@ struct Transport {
 // `reuse`: use the rows that the previous call on this stream has gathered; nothing is sent.
 void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool reuse, cudaStream_t stream);
-
-// out[m, k] = the rows of all ranks. `begun`: begin_all_gather has already started the copies of this call.
-void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-                const Transport& transport, bool begun, cudaStream_t stream);
 
 // Starts the copies of x, so that other kernels can run before all_gather. x must not change until all_gather
 // is done.
@@ -40,16 +35,19 @@ struct CollectedScales {
   float* out = nullptr;
 };
 
-// out[m, k] = the rows that the previous ag_gemm on this stream has gathered; nothing is sent.
-void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-             uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream);
+// Of the rows of all ranks, when all_gather is called: nothing is sent; begin_all_gather has started the copies of this
+// call; all are here, because the previous ag_gemm on this stream has gathered them.
+enum class Rows { kToSend, kBegun, kHere };
 
-// Pushes this rank's rows to its peers by copy engines, without SMs; a signal follows each chunk. The copies go on a
-// stream of their own, after the work on `stream`, and must be enqueued before the launch that waits for the peers'
-// copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for the signals of
-// earlier copies, so the last copy is complete sooner, and the first signals arrive later: good for all_gather, bad for
-// a GEMM that waits for the first rows (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
-// `scales`: of the rows, if the layout has scales.
+// out[m, k] = the rows of all ranks. `scales`: of rows that are here.
+void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+                const Transport& transport, Rows rows, const CollectedScales& scales, cudaStream_t stream);
+
+// Pushes this rank's rows to its peers by copy engines, after the work on `stream`; a signal follows each chunk.
+// Enqueued before the launch that waits for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
+// queue. `apart`: copies do not wait for the signals of earlier ones, so the last is complete sooner, and the first
+// signals arrive later (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines). `scales`: of the rows, if the layout
+// has scales.
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
                          uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
                          const OwnScales& scales = {});

@@ -3,8 +3,7 @@
 #include <algorithm>
 
 #include "ag_gemm/ag_gemm.h"
-#include "ag_gemm/push.cuh"
-#include "runtime/check.h"
+#include "ag_gemm/gather.cuh"
 #include "runtime/copy_queue.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"
@@ -13,8 +12,8 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = kPushThreads;
-// Number of CTAs that saturates links and memory (docs/design/gemm-rs.md#ctas-that-send-rows). Fewer for many ranks,
-// because all ranks may run on one GPU.
+// CTAs that saturate links and memory (docs/design/gemm-rs.md#ctas-that-send-rows); fewer for many ranks, which may
+// share one GPU.
 constexpr int kCtas = 64, kCtasOfAllRanks = 384, kCtasPerSm = 3;
 constexpr int kCopyBytes = 65536;
 
@@ -60,7 +59,6 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   const sync::Call call = begin_gather(p.symm, p.epoch, p.reuse);
   const Layout& layout = p.layout;
   if (p.push) push_rows(p.symm, layout, p.rows, call, gridDim.x);
-  // Own rows first, then peers in the order of their arrival: rank-1, rank-2 and so on.
   const int rank = p.symm.rank, world_size = p.symm.world_size;
   const Pieces copies = make_pieces(layout, kCopyBytes);
   for (int copy = blockIdx.x; copy < copies.count(world_size); copy += gridDim.x) {
@@ -98,9 +96,6 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
 
 runtime::Kernels kernels([] { runtime::load(all_gather_kernel<false>, all_gather_kernel<true>); });
 
-// Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.
-enum class Rows { kToSend, kBegun, kHere };
-
 Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       int scale_columns = 0) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
@@ -112,8 +107,51 @@ Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm,
   return layout;
 }
 
-void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-            const Transport& transport, Rows rows, const CollectedScales& scales, cudaStream_t stream) {
+}  // namespace
+
+void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
+                         const OwnScales& scales) {
+  FLUX_CHECK(chunk_rows > 0 && chunk_rows % gemm::kBlockM == 0, chunk_rows);
+  runtime::CopyQueue queue;
+  queue.follow(stream);
+  for (int i = 1; i < symm.world_size; ++i) {
+    const int peer = (symm.rank + i) % symm.world_size;
+    const int slot = runtime::slot_index(symm.rank, peer);
+    for (int row = 0, chunk = 0; row < layout.rows; row += chunk_rows, ++chunk) {
+      const int64_t count = std::min(chunk_rows, layout.rows - row);
+      const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
+      queue.copy(symm.slots(peer, epoch) + layout.offset(slot, row), src, count * layout.row_bytes);
+      if (layout.scale_columns > 0) {
+        auto* const to = reinterpret_cast<float*>(symm.slots(peer, epoch) + layout.scale_offset(slot));
+        if (scales.step > 0) {
+          queue.copy_rows(to + row, layout.scale_stride() * 4, scales.data + row, scales.stride * 4,
+                          count * 4, layout.scale_columns);
+        } else if (chunk == 0) {
+          queue.copy(to, scales.data, 4);
+        }
+      }
+      uint32_t* const signal = symm.signal(peer, slot, chunk);
+      const bool last = i + 1 == symm.world_size && row + chunk_rows >= layout.rows;
+      if (apart && !last) {  // no copy would wait for the last signal
+        queue.announce(signal, epoch);
+      } else {
+        queue.write(signal, epoch);
+      }
+    }
+  }
+  queue.submit();
+}
+
+void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
+                      cudaStream_t stream) {
+  const Layout layout = checked_layout(x, symm, transport);
+  push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, /*apart=*/false,
+                      stream);
+}
+
+void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+                const Transport& transport, Rows rows, const CollectedScales& scales, cudaStream_t stream) {
   const Layout layout = checked_layout(x, symm, transport, scales.columns);
   FLUX_CHECK(out.row_stride == out.columns && out.columns == x.columns, out.row_stride, out.columns);
   FLUX_CHECK(out.rows == x.rows * symm.world_size, out.rows);
@@ -137,25 +175,6 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
   runtime::Launch(ctas, kThreads, 0, stream)
       .run(scales.columns > 0 ? all_gather_kernel<true> : all_gather_kernel<false>, params);
   if (arrive_copied) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
-}
-
-}  // namespace
-
-void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
-                      cudaStream_t stream) {
-  const Layout layout = checked_layout(x, symm, transport);
-  push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, /*apart=*/false,
-                      stream);
-}
-
-void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-                const Transport& transport, bool begun, cudaStream_t stream) {
-  launch(x, out, symm, transport, begun ? Rows::kBegun : Rows::kToSend, {}, stream);
-}
-
-void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-             uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream) {
-  launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, scales, stream);
 }
 
 }  // namespace flux::ag_gemm

@@ -1,7 +1,7 @@
-// The layout of gathered rows. A rank has one slot for each peer (its own rows are read from x). A slot holds
-// the peer's shard, row by row. Rows are signalled in blocks of the height of a tile. The scales of fp8 rows lie behind
-// all slots, as those of x do: one scale of each row next to each other. A block is signalled when its scales have
-// arrived, too. Shared by kernels, host, CPU path and tests.
+// The layout of gathered rows. A rank has one slot for each peer (its own rows are read from x), which holds the peer's
+// shard, row by row, signalled in blocks of the height of a tile. Scales of fp8 rows lie behind all slots, one column
+// of them after the other; a block is signalled when its scales have arrived, too. Shared by kernels, host, CPU path
+// and tests.
 #pragma once
 
 #include <cstdint>
@@ -89,8 +89,8 @@ FLUX_HD Pieces make_pieces(const Layout& layout, int size, bool with_scales = fa
   return {layout, size, static_cast<int>((layout.block_bytes(0) + size - 1) / size), with_scales};
 }
 
-// The bytes that a CTA sends at a time. Each pushing CTA gets at least two pieces of a shard, so that all of
-// them are busy until its end; otherwise pieces are as large as possible.
+// The bytes that a CTA sends at a time: at least two pieces of a shard for each pushing CTA, so that all are busy until
+// its end; else as large as possible.
 FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
   constexpr int kMin = 32 << 10, kMax = 256 << 10;
   int bytes = kMax;
@@ -98,20 +98,15 @@ FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
   return bytes;
 }
 
-// Own rows come first, because they are local. The rows of peers follow in the order of arrival, one peer at a
-// time: a raster group with rows of several peers would wait for the last of them. But one peer at a time reads
-// the weight once for each peer. If a shard has few rows, or if the weight has so many columns that all rows
-// have arrived when the own rows are computed, groups therefore contain rows of several peers
-// (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+// Own rows come first, then those of peers in the order of arrival, one peer at a time: a raster group with rows of
+// several would wait for the last of them. But then the weight is read once for each peer. So groups do have rows of
+// several peers if a shard has few rows, or if the weight has so many columns that all rows have arrived when the own
+// ones are computed (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const gemm::TileConfig& config,
                                    gemm::Cluster cluster, int group_m) {
-  gemm::TileOrder order = {.m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM),
-                           .n_tiles = gemm::ceil_div(n, config.block_n),
-                           .world_size = world_size,
-                           .rank = rank,
-                           .cluster = cluster,
-                           .group_m = group_m,
-                           .peers = gemm::Peers::kGathered};
+  const int m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM),
+            n_tiles = gemm::ceil_div(n, config.block_n);
+  gemm::TileOrder order = {m_tiles, n_tiles, world_size, rank, cluster, group_m, gemm::Peers::kGathered};
   // At 750 TFLOP/s, 187 rows take as long to compute as the weight takes to read at 4 TB/s. Rows arrive at 250
   // GB/s, including the gaps between copies.
   constexpr int kMinTiles = 4, kColumnsPerPeer = 3000;

@@ -3,31 +3,93 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 
 #include "bindings/core.h"
 #include "runtime/launch_table.h"
-#include "runtime/turn.h"
 
 namespace flux::bindings {
 
-// Waits for a turn without the GIL.
-inline void acquire(runtime::Turn& turn) {
+// A fair recursive mutex: host threads acquire it in the order of their requests, because calls on one group must not
+// overtake each other.
+class Turn {
+ public:
+  // Acquires the lock if it is free and no thread waits for it, or if this thread holds it.
+  bool try_acquire() {
+    const std::lock_guard lock(mutex_);
+    if (depth_ > 0 ? holder_ != std::this_thread::get_id() : !waiting_.empty()) return false;
+    take();
+    return true;
+  }
+
+  // Waits for the lock. Calls `poll` about every 50 ms; if it throws, the thread leaves the queue.
+  template <class Poll>
+  void acquire(Poll&& poll) {
+    constexpr auto kPollEvery = std::chrono::milliseconds(50);
+    if (try_acquire()) return;
+    std::unique_lock lock(mutex_);
+    const auto place = waiting_.insert(waiting_.end(), std::this_thread::get_id());
+    while (depth_ > 0 || place != waiting_.begin()) {
+      if (changed_.wait_for(lock, kPollEvery) == std::cv_status::no_timeout) continue;
+      lock.unlock();
+      try {
+        poll();
+      } catch (...) {
+        lock.lock();
+        waiting_.erase(place);
+        changed_.notify_all();
+        throw;
+      }
+      lock.lock();
+    }
+    waiting_.erase(place);
+    take();
+  }
+
+  // Called by the holder. Returns true if the lock is now free, false if the holder still has it (recursion).
+  bool release() {
+    const std::lock_guard lock(mutex_);
+    if (--depth_ > 0) return false;
+    changed_.notify_all();
+    return true;
+  }
+
+  int depth() const { return depth_; }  // may be called by the holder only
+
+ private:
+  void take() {
+    holder_ = std::this_thread::get_id();
+    ++depth_;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<std::thread::id> waiting_;  // in order of arrival
+  std::thread::id holder_;
+  int depth_ = 0;  // number of times that the holder has acquired the lock
+};
+
+inline void acquire(Turn& turn) {
   if (turn.try_acquire()) return;
   const pybind11::gil_scoped_release release;
   turn.acquire(check_signals);
 }
 
-// Serialises the calls of host threads on a group. Also records whether an exception ended a call that peers have seen a
-// part of: that breaks the group. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur
-// between the end of a call and its record.
+// Serialises the calls of host threads on a group, and records whether an exception ended a call that peers have seen a
+// part of: that breaks the group. In C++, so that no asynchronous exception (KeyboardInterrupt) falls between the end
+// of a call and its record.
 //
-// An exception breaks the group from `open`, before the first thing that peers can see, until `call` returns. Before,
-// the call can be made again; after, it is made. Around a call, `hold` keeps the turn for work that is not its own, such
-// as autograd's: there only an interrupt breaks the group, because its caller would make the call again.
+// An exception breaks the group from `open`, before the first thing that peers can see, until `call` returns. Around a
+// call, `hold` keeps the turn for work that is not its own, such as autograd's: there only an interrupt breaks the
+// group, because its caller would make the call again.
 class CallTurn {
  public:
   explicit CallTurn(pybind11::object refusals) : refusals_(std::move(refusals)) {}
@@ -56,16 +118,16 @@ class CallTurn {
   void forget() { broken_by_.reset(); }
 
  private:
-  runtime::Turn turn_;
+  Turn turn_;
   pybind11::object refusals_;
   bool open_ = false;  // peers may have seen a part of the running call
   std::optional<std::string> broken_by_;
 };
 
-// The order of the calls of all groups on one device. Held from the stream wait for the last call on the GPU until the
-// launch, so that no other thread launches a call in between.
+// The order of the calls of all groups on one device. Held from the wait for the last call until the launch, so that no
+// other thread launches in between.
 struct LaunchOrder {
-  runtime::Turn turn;
+  Turn turn;
   std::optional<uint64_t> stream;  // raw stream of the last call
   pybind11::object event =
       pybind11::none();  // recorded after the last call, if that was on an external stream

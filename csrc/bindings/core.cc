@@ -16,19 +16,13 @@
 #include <vector>
 
 #include "ag_gemm/plan.h"
-#include "bindings/build_facts.h"
-#include "bindings/checks.h"
 #include "gemm/quantized.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
-#include "gemm/tile_config.h"
-#include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
 #include "runtime/check.h"
 #include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
-#include "runtime/op_ids.h"
-#include "runtime/symm_buffer.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -84,14 +78,9 @@ runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector
   check_range("signal_bytes", signal_bytes, 0, kMaxSignalBytes);
   check_range("slot_bytes", slot_bytes, 0, kMaxSlotBytes);
   check_range("exchange_bytes", exchange_bytes, 0, kMaxSlotBytes);
-  runtime::SymmBuffer buffer = {.rank = rank,
-                                .world_size = world_size,
-                                .peers = {},
-                                .signal_bytes = signal_bytes,
-                                .slot_bytes = slot_bytes,
-                                .exchange_bytes = exchange_bytes,
-                                .error = reinterpret_cast<runtime::ErrorRecord*>(error),
-                                .timeout_ns = timeout_ns};
+  auto* const record = reinterpret_cast<runtime::ErrorRecord*>(error);
+  runtime::SymmBuffer buffer = {rank,       world_size,     {},     signal_bytes,
+                                slot_bytes, exchange_bytes, record, timeout_ns};
   std::copy(peers.begin(), peers.end(), buffer.peers);
   return buffer;
 }
@@ -321,17 +310,15 @@ void bind_atomics(py::module_& m) {
       "store_release",
       [](uint64_t address, uint32_t value) { runtime::store_release(checked_word("addr", address), value); },
       "addr"_a, "value"_a,
-      "Store a u32; everything written before is visible to whoever acquires it. `addr`, as of all "
-      "functions here, is trusted: it must be that of a mapped word.");
+      "Store a u32, after everything written before. `addr`, as of all functions here, is trusted.");
   m.def(
       "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word("addr", address)); },
       "addr"_a, "Load a u32; everything its writer released before it is visible from here on.");
-  m.def("wait_at_least", &wait_at_least, "addr"_a, "epoch"_a, "timeout_s"_a,
-        "Wait, with the GIL released, until the u32 has reached `epoch` (modulo 2**32) or `timeout_s` "
-        "seconds have passed; return the value last seen. KeyboardInterrupt gets through.");
+  m.def(
+      "wait_at_least", &wait_at_least, "addr"_a, "epoch"_a, "timeout_s"_a,
+      "Wait without the GIL until the u32 has reached `epoch`, or for `timeout_s`; return it as last seen.");
   m.def("read_error", &read_error, "addr"_a,
-        "(op, rank, peer, tile, expected, seen) of an ErrorRecord in host memory, or None if no wait timed "
-        "out. `addr` is trusted.");
+        "(op, rank, peer, tile, expected, seen) of an ErrorRecord, or None if no wait has timed out.");
 }
 
 void bind_workspace(py::module_& m) {
@@ -416,17 +403,14 @@ void bind_selection(py::module_& m) {
       .def_readonly("candidates", &gemm::Choice::candidates);
   def_select(
       m, "select_gemm", nullptr,
-      "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
-      "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`. "
+      "For x[m, k] * weight. config: -1, or a packed choice, whose parts may be 0. operand_bytes 1: fp8. "
       "swiglu: half of the n columns are a gate.");
   def_select(m, "select_gemm_ar", &gemm::Problem::all_reduced,
-             "The same for the kernel of GEMM+AllReduce; k is this rank's part.");
+             "The kernel of GEMM+AllReduce; k is this rank's part.");
   def_select(m, "select_gemm_rs", nullptr,
-             "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.",
-             "world_size"_a);
+             "GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.", "world_size"_a);
   def_select(m, "select_ag_gemm", &gemm::Problem::gathers,
-             "The same for AllGather+GEMM; m counts the rows of all shards, n is this rank's part.",
-             "world_size"_a);
+             "AllGather+GEMM; m counts the rows of all shards, n is this rank's part.", "world_size"_a);
 }
 
 void bind_gemm_rs(py::module_& m) {
@@ -445,10 +429,9 @@ void bind_gemm_rs(py::module_& m) {
   m.def("gemm_rs_layout", &gemm_rs_layout, "m"_a, "n"_a, "world_size"_a, "config"_a);
   m.def("gemm_rs_tiles", &gemm_rs_tiles, "m"_a, "n"_a, "world_size"_a, "rank"_a, "config"_a, "cluster"_a,
         "group_m"_a, "copied"_a = false, "idle"_a = false,
-        "[(owner, m_tile, n_tile)] in the order in which `rank` computes them. idle: also None for each CTA "
-        "of a cluster without a tile.");
+        "[(owner, m_tile, n_tile)] in the order of `rank`. idle: also None for each CTA without a tile.");
   m.def("gemm_rs_chunks", &gemm_rs_chunks, "count"_a, "tiles"_a,
-        "How copy engines divide the tiles of a slot: [(first, size)] of the chunks, [chunk] of the tiles.");
+        "[(first, size)] of the chunks in which copy engines send a slot, [chunk] of its tiles.");
   m.def("gemm_rs_copy_chunks", &copy_chunks, "m"_a, "n"_a, "k"_a, "world_size"_a, "operand_bytes"_a = 2,
         "Chunks that copy engines send each peer; 0: storers send.");
 }
@@ -468,11 +451,9 @@ void bind_ag_gemm(py::module_& m) {
       .def("piece", &piece_of_rows, "size"_a, "peers"_a, "index"_a,
            "(peer, block, offset, bytes) of what a CTA copies at a time, or None beyond the last piece.");
   m.def("ag_gemm_layout", &ag_gemm_layout, "m"_a, "k"_a, "world_size"_a, "scale_columns"_a = 0,
-        "scale_columns: fp32 scales of each row, which travel behind it, of fp8 rows; 0: rows of 2-byte "
-        "elements.");
+        "scale_columns: fp32 scales of each row of fp8; 0: rows of 2-byte elements.");
   m.def("ag_gemm_tiles", &ag_gemm_tiles, "m"_a, "n"_a, "world_size"_a, "rank"_a, "config"_a, "cluster"_a,
-        "group_m"_a,
-        "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
+        "group_m"_a, "[(source, m_tile, n_tile)] in the order of `rank`; m counts all rows.");
 }
 
 void bind_exchange(py::module_& m) {
@@ -500,9 +481,9 @@ void bind_exchange(py::module_& m) {
            "Byte offset, in every rank's area, of a sum that its owner sends.");
   m.def("exchange", &exchange<runtime::make_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a);
   m.def("row_exchange", &exchange<runtime::make_row_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a,
-        "Of the same matrix as one row, of which two-shot owners get whole rows of the matrix.");
+        "The same matrix as one row, of which two-shot owners get whole rows.");
   m.def("int8_scatter_bytes", &int8_scatter_bytes, "rows"_a, "n"_a, "world_size"_a,
-        "Of the exchange area of a rank that sums `rows` rows whose contributions travel as int8.");
+        "Of the area of a rank that sums `rows` rows whose contributions travel as int8.");
   m.def("all_reduce_mode", &all_reduce_mode, "m"_a, "n"_a, "world_size"_a,
         "One-shot or two-shot, whichever should be done sooner.");
 }
@@ -511,11 +492,10 @@ void bind_exchange(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Plans, tile orders and shared-memory atomics of flux: no torch, no CUDA.";
-  const BuildFacts facts = build_facts();
-  m.attr("VERSION") = facts.version;
-  m.attr("WHY_NO_KERNELS") = facts.why_no_kernels;
-  m.attr("CUDA_VERSION") = facts.cuda_version;
-  m.attr("COMMIT") = facts.commit;
+  int fact = 0;
+  for (const char* name : {"VERSION", "WHY_NO_KERNELS", "CUDA_VERSION", "COMMIT"}) {
+    m.attr(name) = kBuildFacts[fact++];
+  }
   bind_atomics(m);
   bind_turn(m);
   bind_known_calls(m);

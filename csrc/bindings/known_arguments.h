@@ -4,11 +4,43 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "bindings/dlpack.h"
+// The part of DLPack's C exchange API (version 1) that tells what a Python tensor is, without calls of Python.
+namespace flux::dlpack {
+
+constexpr uint32_t kMajor = 1;
+constexpr const char* kCapsule = "dlpack_exchange_api";
+
+struct Version {
+  uint32_t major, minor;
+};
+
+struct Tensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;  // of an element
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;  // in elements
+  uint64_t byte_offset;
+};
+
+struct ExchangeApi {
+  Version version;
+  ExchangeApi* previous;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object;
+  void* managed_tensor_to_py_object;
+  int (*tensor_from_py_object)(void* py_object, Tensor* out);  // -1: a Python exception is set. May be null.
+  void* current_work_stream;
+};
+
+}  // namespace flux::dlpack
 
 namespace flux::bindings {
 
@@ -24,14 +56,13 @@ T* unpack(const py::object& capsule, const char* name) {
   return static_cast<T*>(address);
 }
 
-// What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // of, by name: types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor
-  // of a part of another one's memory, from its sizes, strides and offset; or None. states: functions that return
-  // something true if a call must go through torch's dispatcher. profiler_enabled: the profiler names what is dispatched,
-  // so then kernels are, too. increment_version: tells autograd that the tensors of a tuple have been written.
-  // forward_ad: the variables of torch.autograd.forward_ad.
+  // of, by name: types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a
+  // tensor of a part of another one's memory, from sizes, strides and offset; or None. states: functions that return
+  // something true if a call must go through torch's dispatcher. profiler_enabled: then kernels are named.
+  // increment_version: tells autograd that the tensors of a tuple have been written. forward_ad: the variables of
+  // torch.autograd.forward_ad.
   Torch(const py::object& exchange_api, const py::kwargs& of)
       : types_(of["types"]),
         states_(of["states"]),
@@ -67,7 +98,6 @@ class Torch {
     return false;
   }
 
-  // Whether calls on plain tensors may bypass torch's dispatcher.
   bool bypasses() const {
     // Tensors with a tangent do not say so. Below zero: no level of forward-mode differentiation is open.
     PyObject* const level = PyDict_GetItem(forward_ad_.ptr(), names_[4].ptr());
@@ -88,8 +118,7 @@ class Torch {
     return is_true(PyObject_CallMethodNoArgs(tensor, names_[2].ptr()));
   }
 
-  // A new tensor on the device of another one. strides: None for a contiguous tensor. dtype: None for that of the other
-  // one.
+  // A new tensor on the device of another one. strides: None if contiguous. dtype: None for that of the other one.
   PyObject* make(PyObject* like, const py::tuple& shape, const py::object& strides,
                  const py::object& dtype) const {
     constexpr Py_ssize_t kApart = 8;
@@ -167,7 +196,6 @@ struct Arguments {
     return hash;
   }
 
-  // The bytes that a tensor spans.
   static std::pair<uintptr_t, uintptr_t> span(const dlpack::Tensor& tensor) {
     int64_t reach = 1;
     for (int i = 0; i < tensor.ndim; ++i) reach += (tensor.shape[i] - 1) * tensor.strides[i];
@@ -225,7 +253,6 @@ struct Arguments {
     return true;
   }
 
-  // Names of options are ASCII.
   bool read_string(PyObject* object) {
     if (!PyUnicode_IS_COMPACT_ASCII(object)) return false;
     const Py_ssize_t size = PyUnicode_GET_LENGTH(object);

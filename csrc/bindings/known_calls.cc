@@ -1,5 +1,6 @@
 // The turns in which host threads make calls; and calls that are known: of shapes, strides, dtypes and options that a
-// call before had. What that call checked, planned and prepared in Python holds for them, so they are enqueued from here.
+// call before had, so what that call checked, planned and prepared in Python holds for them, and they are enqueued from
+// here.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,11 +15,8 @@
 #include <vector>
 
 #include "bindings/call_turn.h"
-#include "bindings/checks.h"
 #include "bindings/core.h"
 #include "bindings/known_arguments.h"
-#include "runtime/launch_table.h"
-#include "runtime/symm_buffer.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -47,7 +45,6 @@ namespace {
 
 using runtime::LaunchTable;
 
-// A tensor that a call allocates.
 struct Fresh {
   int like = 0;  // the argument on whose device it is
   py::tuple shape;
@@ -67,18 +64,12 @@ int64_t elements(const py::tuple& shape) {
 }
 
 // Operands, and results of calls: the number of an argument, or -1 - the number of a fresh tensor, or kAbsent.
-struct KnownLaunch {
-  void* handle;
-  std::vector<int> operands;
-  uint32_t copy_call;  // the number, from 1, of the call by copy engines that it belongs to, or 0
-  py::object step;     // None; or what it is instead: a function of the operands that calls torch
-};
-
-// What torch makes of operands when all launches are enqueued.
-struct FollowingStep {
-  py::object function;
-  std::vector<int> operands, results;  // results: fresh tensors
-};
+using Operands = std::vector<int>;
+// A launch: its handle, its operands, the number, from 1, of the call by copy engines that it belongs to, or 0; and None, or
+// what it is instead: a function of the operands that calls torch.
+using KnownLaunch = std::tuple<uint64_t, Operands, uint32_t, py::object>;
+// What torch makes of operands when all launches are enqueued: a function, its operands, and the fresh tensors it makes.
+using FollowingStep = std::tuple<py::object, Operands, Operands>;
 
 struct KnownCall {
   std::vector<int64_t> words;
@@ -86,7 +77,7 @@ struct KnownCall {
   std::unique_ptr<Fresh> block;  // in which some of `fresh` lie, or null
   std::vector<KnownLaunch> launches;
   std::optional<FollowingStep> follows;
-  std::vector<int> results;
+  Operands results;
   bool one_result;
   size_t num_written;  // results that are arguments
   const LaunchTable* table;
@@ -95,17 +86,15 @@ struct KnownCall {
   KnownCall() = default;
   KnownCall(const KnownCall&) = delete;
   ~KnownCall() {
-    for (const KnownLaunch& launch : launches) {
-      if (launch.step.is_none()) table->drop(launch.handle);
+    for (const auto& [handle, operands, copy_call, step] : launches) {
+      if (step.is_none()) table->drop(reinterpret_cast<void*>(handle));
     }
   }
 };
 
 // Of a fresh tensor in Python: shape, strides or None, argument it is like, dtype or None; and in a block: strides and
-// offset, or None.
+// offset, or None. None if the following step makes it.
 using FreshTuple = std::tuple<py::tuple, py::object, int, py::object, py::object>;
-using LaunchTuple = std::tuple<uint64_t, std::vector<int>, uint32_t, py::object>;
-using FollowsTuple = std::tuple<py::object, std::vector<int>, std::vector<int>>;
 
 class KnownCalls {
  public:
@@ -164,26 +153,24 @@ class KnownCalls {
 
   // Makes a call known. Takes over the launches.
   bool remember(const py::tuple& given, const std::vector<std::optional<FreshTuple>>& fresh,
-                const std::vector<LaunchTuple>& launches, std::vector<int> results, bool one_result,
-                const std::optional<FreshTuple>& block, const std::optional<FollowsTuple>& follows) {
+                std::vector<KnownLaunch> launches, Operands results, bool one_result,
+                const std::optional<FreshTuple>& block, std::optional<FollowingStep> follows) {
     if (torch_ == nullptr || table_ == nullptr || paused) return false;
     auto known = std::make_shared<KnownCall>();
     known->table = table_;
-    for (const auto& [handle, operands, copy_call, step] : launches) {
-      known->launches.push_back({reinterpret_cast<void*>(handle), operands, copy_call, step});
-    }
+    known->launches = std::move(launches);
     Arguments arguments;
     const Py_ssize_t count = static_cast<Py_ssize_t>(given.size());
     if (!arguments.read(*torch_, PySequence_Fast_ITEMS(given.ptr()), count)) return false;
     const int num_fresh = static_cast<int>(fresh.size());
     check_range("len(fresh)", num_fresh, 0, kMaxArguments);
-    const auto check_operands = [&](const std::vector<int>& operands) {
+    const auto check_operands = [&](const Operands& operands) {
       check_range("len(operands)", static_cast<int64_t>(operands.size()), 0, kMaxArguments);
       for (const int operand : operands) {
         if (operand != kAbsent) check_range("operand", operand, -num_fresh, count - 1);
       }
     };
-    for (const KnownLaunch& launch : known->launches) check_operands(launch.operands);
+    for (const KnownLaunch& launch : known->launches) check_operands(std::get<Operands>(launch));
     for (const int result : results) check_range("result", result, -num_fresh, count - 1);
     check_range("len(results)", static_cast<int64_t>(results.size()), 1, kMaxArguments);
     const auto checked = [count](const FreshTuple& wanted) {
@@ -209,10 +196,9 @@ class KnownCalls {
       if (result < 0) known->fresh[-1 - result].is_result = true;
     }
     if (follows.has_value()) {
-      const auto& [function, operands, made] = *follows;
-      check_operands(operands);
-      for (const int result : made) check_range("made", result, -num_fresh, -1);
-      known->follows = FollowingStep{function, operands, made};
+      check_operands(std::get<1>(*follows));
+      for (const int result : std::get<2>(*follows)) check_range("made", result, -num_fresh, -1);
+      known->follows = std::move(follows);
     }
     known->num_written = std::count_if(results.begin(), results.end(), [](int i) { return i >= 0; });
     known->results = std::move(results);
@@ -317,8 +303,7 @@ class KnownCalls {
 
   // Calls a step of torch with its operands. Null with an exception set if it failed.
   template <class Object>
-  static py::object run_step(const py::object& function, const std::vector<int>& operands,
-                             const Object& object) {
+  static py::object run_step(const py::object& function, const Operands& operands, const Object& object) {
     PyObject* given[kMaxArguments];
     for (size_t i = 0; i < operands.size(); ++i) given[i] = object(operands[i]);
     return py::reinterpret_steal<py::object>(
@@ -327,14 +312,11 @@ class KnownCalls {
 
   template <class Object>
   static bool follow(const FollowingStep& step, const Object& object, std::vector<py::object>* fresh) {
-    const py::object made = run_step(step.function, step.operands, object);
+    const auto& [function, operands, results] = step;
+    const py::object made = run_step(function, operands, object);
     if (made.ptr() == nullptr) return false;
-    if (step.results.size() == 1) {
-      (*fresh)[-1 - step.results[0]] = made;
-      return true;
-    }
-    const auto several = made.cast<py::tuple>();
-    for (size_t i = 0; i < step.results.size(); ++i) (*fresh)[-1 - step.results[i]] = several[i];
+    const py::tuple several = results.size() == 1 ? py::make_tuple(made) : made.cast<py::tuple>();
+    for (size_t i = 0; i < results.size(); ++i) (*fresh)[-1 - results[i]] = several[i];
     return true;
   }
 
@@ -365,7 +347,9 @@ class KnownCalls {
     if (order_ != nullptr && !order_->follow(*table_, device, stream)) return false;
     if (turn_ != nullptr) turn_->open();
     const uint32_t before = copy_epoch;
-    for (const KnownLaunch& each : known.launches) copy_epoch = std::max(copy_epoch, before + each.copy_call);
+    for (const KnownLaunch& each : known.launches) {
+      copy_epoch = std::max(copy_epoch, before + std::get<uint32_t>(each));
+    }
     const char* error = nullptr;
     {
       py::gil_scoped_release release;  // a launch waits if the device's queue is full
@@ -377,7 +361,8 @@ class KnownCalls {
         }
         void* addresses[kMaxArguments] = {};  // null: optional tensors after the last operand
         for (size_t i = 0; i < operands.size(); ++i) addresses[i] = address(operands[i]);
-        error = table_->run(handle, addresses, copy_call == 0 ? 0 : before + copy_call, stream);
+        error = table_->run(reinterpret_cast<void*>(handle), addresses,
+                            copy_call == 0 ? 0 : before + copy_call, stream);
         if (error != nullptr) break;
       }
     }
@@ -412,16 +397,13 @@ void bind_turn(py::module_& m) {
       .def("forget", [](CallTurn& self) { self.forget(); }, "Forgets what broke a call off.");
   add_method<CallTurn, &CallTurn::call<false>>(
       type, "call",
-      "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made "
-      "of others.");
+      "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. Calls may be nested.");
   add_method<CallTurn, &CallTurn::call<true>>(
       type, "hold",
-      "hold(fn, *args)\n--\n\nAs call, for a call and what comes after it: of that, only an "
-      "interrupt breaks the call off.");
+      "hold(fn, *args)\n--\n\nAs call, with what comes after it: of that, only an interrupt breaks it off.");
 
   py::class_<LaunchOrder>(m, "LaunchOrder",
-                          "The order of the calls of all groups on one device: a fair lock for the "
-                          "thread that launches, and where the last call went.")
+                          "Of all groups' calls on a device: a fair lock, and where the last call went.")
       .def(py::init<>())
       .def(
           "acquire", [](LaunchOrder& self) { acquire(self.turn); },
@@ -447,21 +429,16 @@ void bind_known_calls(py::module_& m) {
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
       .def(py::init<py::object, py::kwargs>(), "exchange_api"_a,
            "exchange_api: torch's DLPack exchange API.");
-  py::class_<KnownCalls> type(m, "KnownCalls",
-                              "Calls on a workspace that are made again without Python in between.");
+  py::class_<KnownCalls> type(m, "KnownCalls", "Calls on a workspace that are made again without Python.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t, py::str>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), "torch"_a, "table"_a,
            "turn"_a, "order"_a, "addr"_a, "group_name"_a)
       .def_readonly("group_name", &KnownCalls::group_name)
-      .def(
-          "remember", &KnownCalls::remember, "given"_a, "fresh"_a, "launches"_a, "results"_a, "one_result"_a,
-          "block"_a = py::none(), "follows"_a = py::none(),
-          "Makes a call known. fresh: (shape, strides or None, argument it is like, dtype or None, (strides, "
-          "offset in elements) in the block or None) of tensors to allocate. launches: (handle, operands, "
-          "number of their call by copy engines or 0, None or a function to call instead), taken over. "
-          "Operands and results are numbers of arguments, or -1 - number of a fresh tensor. block: like one "
-          "of fresh. follows: (function, operands, fresh tensors that it makes), called after the launches; "
-          "of these, fresh says None. Returns whether the call can be known.")
+      .def("remember", &KnownCalls::remember, "given"_a, "fresh"_a, "launches"_a, "results"_a, "one_result"_a,
+           "block"_a = py::none(), "follows"_a = py::none(),
+           "Makes a call known; takes over the launches. Tuples as known_calls.cc says: FreshTuple, "
+           "KnownLaunch, "
+           "FollowingStep. Returns whether the call can be known.")
       .def(
           "knows",
           [](const KnownCalls& self, const py::args& given) {

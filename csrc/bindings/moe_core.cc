@@ -8,9 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/checks.h"
 #include "bindings/core.h"
-#include "moe/plan.h"
 #include "moe/routing.h"
 #include "moe/tile_choice.h"
 
@@ -35,12 +33,7 @@ moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, 
   check_multiple("num_experts", num_experts, "ep_size " + std::to_string(ep_size), ep_size);
   check_range("top_k", top_k, 1, moe::kMaxTopK);
   check_range("max_tokens", max_tokens, 0, kMaxChoices / (world_size * top_k));
-  return {.world_size = world_size,
-          .rank = rank,
-          .ep_size = ep_size,
-          .num_experts = num_experts,
-          .top_k = top_k,
-          .max_tokens = max_tokens};
+  return {world_size, rank, ep_size, num_experts, top_k, max_tokens};
 }
 
 int checked_max_tiles(const moe::Layout& self, int block_m) {
@@ -112,7 +105,6 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
   return all;
 }
 
-// All units of an order, by index.
 template <class Order>
 std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
   check_range("units", order.units(), 0, kMaxListed);
@@ -207,12 +199,9 @@ void bind_moe(py::module_& m) {
       .def("signal", &send_signal, "share"_a, "part"_a);
   m.def(
       "moe_route", &route, "layout"_a, "block_m"_a, "ids"_a, "arrays"_a,
-      "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens. Addresses "
-      "are trusted: the arrays must have the sizes that the layout says.");
-  m.def(
-      "moe_tiles", &tiles, "entries"_a, "num_entries"_a, "n_tiles"_a,
-      "[(expert, m_tile, n_tile)] in the order in which they are computed. The address is trusted, what lies "
-      "there is not.");
+      "Fill the arrays of a routing (csrc/moe/routing.h), of the sizes of the layout, from all ranks' ids.");
+  m.def("moe_tiles", &tiles, "entries"_a, "num_entries"_a, "n_tiles"_a,
+        "[(expert, m_tile, n_tile)] in order. The address is trusted, what lies there is not.");
   m.def("moe_column_chunks", &column_chunks, "n"_a, "block_n"_a,
         "[(first n_tile, number of n_tiles)] of layer 1.");
   m.def("moe_tile", &choose_tile, "num_rows"_a, "experts"_a, "n"_a, "k"_a, "num_sms"_a, "operand_bytes"_a = 2,

@@ -7,14 +7,10 @@
 #include <vector>
 
 #include "bindings/kept_launch.h"
-#include "bindings/tensors.h"
 #include "moe/moe.h"
-#include "runtime/check.h"
 
 namespace flux::bindings {
 namespace {
-
-using torch::stable::Tensor;
 
 int32_t* words(void* address) { return static_cast<int32_t*>(address); }
 float* floats(void* address) { return static_cast<float*>(address); }
@@ -35,25 +31,25 @@ std::vector<void*> addresses(const Tensor& first, const Tensor& second, const st
 }
 constexpr int kAfterArrays = 2 + moe::kRoutingArrays;
 
+int extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.size(dimension)); }
+
+// weights: [world_size, max_tokens, top_k].
+moe::Layout layout_of(const Tensor& weights, int rank, int ep_size, int num_experts) {
+  return {extent(weights, 0), rank, ep_size, num_experts, extent(weights, 2), extent(weights, 1)};
+}
+
 // ids (int32 or int64) and weights (float32): [tokens, top_k] of this rank, contiguous. arrays: in the order of
-// RoutingArrays. all_weights: [world_size, max_tokens, top_k]. symm_buffer: 0 if there is no exchange.
+// RoutingArrays. all_weights: [world_size, max_tokens, top_k]. symm: null if there is no exchange.
 void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
-              int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
-  const auto size = [&](int i) { return static_cast<int>(all_weights.size(i)); };
-  const moe::Layout layout = {.world_size = size(0),
-                              .rank = static_cast<int>(rank),
-                              .ep_size = static_cast<int>(ep_size),
-                              .num_experts = static_cast<int>(num_experts),
-                              .top_k = size(2),
-                              .max_tokens = size(1)};
+              const SymmBuffer* symm, int rank, int ep_size, int num_experts, int block_m) {
+  const moe::Layout layout = layout_of(all_weights, rank, ep_size, num_experts);
   FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
   FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
   const auto tensors = addresses(ids, weights, arrays, addresses_of(all_weights, scratch));
   enqueue(ids, tensors,
-          [layout, symm = symm_buffer != 0 ? &symm_buffer_at(symm_buffer) : nullptr,
-           wide = ids.element_size() == sizeof(int64_t), tokens = static_cast<int>(ids.size(0)),
-           block_m = static_cast<int>(block_m)](Addresses a, cudaStream_t stream) {
+          [=, wide = ids.element_size() == sizeof(int64_t), tokens = extent(ids, 0)](Addresses a,
+                                                                                     cudaStream_t stream) {
             moe::route(layout, block_m, {a[0], wide, floats(a[1]), tokens}, symm, routing_arrays(a + 2),
                        floats(a[kAfterArrays]), words(a[kAfterArrays + 1]), stream);
           });
@@ -67,90 +63,82 @@ void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
   const int64_t tokens = positions.numel() / top_k;
   FLUX_CHECK(out.numel() == tokens * n, out.numel(), tokens, n);
   enqueue(products, addresses_of(products, positions, weights, out),
-          [rows = products.size(0), stride = products.stride(0), n, tokens, top_k = static_cast<int>(top_k),
-           dtype = dtype_of(products)](Addresses a, cudaStream_t stream) {
-            moe::combine({a[0], rows, n, stride}, dtype, words(a[1]), floats(a[2]), tokens, top_k, a[3],
-                         stream);
+          [=, rows = products.size(0), stride = products.stride(0), dtype = dtype_of(products)](
+              Addresses a, cudaStream_t s) {
+            moe::combine({a[0], rows, n, stride}, dtype, words(a[1]), floats(a[2]), tokens,
+                         static_cast<int>(top_k), a[3], s);
           });
 }
 
-// The rows of a tensor, of which the first offsets[-1] belong to experts.
-moe::ExpertRows expert_rows(const Tensor& tensor) {
-  FLUX_CHECK(tensor.dim() == 2, tensor.dim());
-  const auto size = [&](int i) { return static_cast<int>(tensor.size(i)); };
-  return {.end = nullptr, .count = size(0), .columns = size(1), .dtype = dtype_of(tensor)};
-}
+// The rows of a tensor, of which the first offsets[-1] belong to experts. The address of offsets is set by `up_to`.
+struct Rows {
+  moe::ExpertRows rows;
+  int64_t num_offsets;
 
-moe::ExpertRows up_to(void* offsets, int64_t num_offsets, moe::ExpertRows rows) {
-  rows.end = words(offsets) + num_offsets - 1;
-  return rows;
-}
-
-runtime::Matrix matrix(const void* data, const moe::ExpertRows& rows, int64_t columns) {
-  return {data, rows.count, columns, columns};
-}
+  Rows(const Tensor& tensor, const Tensor& offsets) : num_offsets(offsets.numel()) {
+    FLUX_CHECK(tensor.dim() == 2, tensor.dim());
+    rows = {nullptr, extent(tensor, 0), extent(tensor, 1), dtype_of(tensor)};
+  }
+  moe::ExpertRows up_to(void* offsets) const {
+    return {words(offsets) + num_offsets - 1, rows.count, rows.columns, rows.dtype};
+  }
+  runtime::Matrix matrix(const void* data, int64_t columns) const {
+    return {data, rows.count, columns, columns};
+  }
+};
 
 // x [m, n], tokens and scores [rows], out [rows, n].
-void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, std::optional<Tensor> scores, Tensor out) {
+void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, Optional scores, Tensor out) {
   FLUX_CHECK(x.dim() == 2 && x.size(1) == out.size(1) && tokens.numel() == out.size(0), x.dim(), x.size(1),
              tokens.numel());
   enqueue(x, addresses_of(x, tokens, offsets, scores, out),
-          [rows = expert_rows(out), ends = offsets.numel()](Addresses a, cudaStream_t stream) {
-            moe::gather_rows(up_to(a[2], ends, rows), a[0], words(a[1]), floats(a[3]), a[4], stream);
+          [rows = Rows(out, offsets)](Addresses a, cudaStream_t stream) {
+            moe::gather_rows(rows.up_to(a[2]), a[0], words(a[1]), floats(a[3]), a[4], stream);
           });
 }
 
 // rows and x [rows, n], scores and dots [rows].
-void finish_rows_op(Tensor rows, Tensor offsets, std::optional<Tensor> scores, std::optional<Tensor> x,
-                    std::optional<Tensor> dots) {
+void finish_rows_op(Tensor data, Tensor offsets, Optional scores, Optional x, Optional dots) {
   FLUX_CHECK(x.has_value() == dots.has_value(), x.has_value());
   if (x.has_value())
-    FLUX_CHECK(x->numel() == rows.numel() && dots->numel() == rows.size(0), x->numel(), dots->numel());
-  enqueue(rows, addresses_of(rows, offsets, scores, x, dots),
-          [extent = expert_rows(rows), ends = offsets.numel()](Addresses a, cudaStream_t stream) {
-            moe::finish_rows(up_to(a[1], ends, extent), a[0], floats(a[2]), a[3], floats(a[4]), stream);
+    FLUX_CHECK(x->numel() == data.numel() && dots->numel() == data.size(0), x->numel(), dots->numel());
+  enqueue(data, addresses_of(data, offsets, scores, x, dots),
+          [rows = Rows(data, offsets)](Addresses a, cudaStream_t stream) {
+            moe::finish_rows(rows.up_to(a[1]), a[0], floats(a[2]), a[3], floats(a[4]), stream);
           });
 }
 
 // product [rows, n], out [rows, n], or n / 2 for swiglu.
-void activate_rows_op(Tensor product, Tensor offsets, int64_t activation, Tensor out) {
+void activate_rows_op(Tensor product, Tensor offsets, int activation, Tensor out) {
   FLUX_CHECK(product.dim() == 2 && product.size(0) == out.size(0), product.dim(), out.size(0));
   enqueue(product, addresses_of(product, offsets, out),
-          [rows = expert_rows(out), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
-            moe::activate_rows(up_to(a[1], ends, rows), activation, matrix(a[0], rows, columns), a[2],
-                               stream);
+          [=, rows = Rows(out, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
+            moe::activate_rows(rows.up_to(a[1]), activation, rows.matrix(a[0], columns), a[2], stream);
           });
 }
 
 // grad as out of activate_rows_op, product and out as its product.
-void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int64_t activation, Tensor out) {
+void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor out) {
   FLUX_CHECK(product.dim() == 2 && product.size(0) == grad.size(0), product.dim(), grad.size(0));
   FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
   enqueue(grad, addresses_of(grad, product, offsets, out),
-          [rows = expert_rows(grad), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
-            moe::activation_grad(up_to(a[2], ends, rows), activation, a[0], matrix(a[1], rows, columns), a[3],
+          [=, rows = Rows(grad, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
+            moe::activation_grad(rows.up_to(a[2]), activation, a[0], rows.matrix(a[1], columns), a[3],
                                  stream);
           });
 }
 
-// rows and product as grad and product of activation_grad_op; scores and dots [rows].
-void finish_activation_op(Tensor rows, Tensor product, Tensor offsets, Tensor scores, int64_t activation,
+// data and product as grad and product of activation_grad_op; scores and dots [rows].
+void finish_activation_op(Tensor data, Tensor product, Tensor offsets, Tensor scores, int activation,
                           Tensor out, Tensor dots) {
-  FLUX_CHECK(product.dim() == 2 && product.size(0) == rows.size(0), product.dim(), rows.size(0));
+  FLUX_CHECK(product.dim() == 2 && product.size(0) == data.size(0), product.dim(), data.size(0));
   FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
-  FLUX_CHECK(scores.numel() == rows.size(0) && dots.numel() == rows.size(0), scores.numel(), dots.numel());
-  enqueue(rows, addresses_of(rows, product, offsets, scores, out, dots),
-          [extent = expert_rows(rows), columns = product.size(1), ends = offsets.numel(),
-           activation = static_cast<int>(activation)](Addresses a, cudaStream_t stream) {
-            moe::finish_activation(up_to(a[2], ends, extent), activation, a[0], matrix(a[1], extent, columns),
+  FLUX_CHECK(scores.numel() == data.size(0) && dots.numel() == data.size(0), scores.numel(), dots.numel());
+  enqueue(data, addresses_of(data, product, offsets, scores, out, dots),
+          [=, rows = Rows(data, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
+            moe::finish_activation(rows.up_to(a[2]), activation, a[0], rows.matrix(a[1], columns),
                                    floats(a[3]), a[4], floats(a[5]), stream);
           });
-}
-
-runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
-  return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
 
 // Of each expert [n, k]: the rows or the columns are contiguous. Those of a single expert may be any step apart.
@@ -161,18 +149,16 @@ runtime::Matrices weights_of(const Tensor& weight, bool transposed) {
 }
 
 // The arguments that all grouped GEMMs share. x [m, k] and out [num_rows, ...] are contiguous; weight [experts, n, k].
-moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int64_t config,
-                                  int64_t num_sms, const std::optional<Tensor>& scale_x,
-                                  const std::optional<Tensor>& scale_w, bool fast) {
+moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int config,
+                                  int num_sms, const Optional& scale_x, const Optional& scale_w, bool fast) {
   moe::GroupedGemmArgs args = {};
-  args.x = rows_of(x, x.size(1));
+  args.x = {x.data_ptr(), x.numel() / x.size(1), x.size(1), x.size(1)};
   args.transpose_weight = weight.stride(2) != 1;
   args.weight = weights_of(weight, args.transpose_weight);
-  args.num_rows = static_cast<int>(out.size(0));
-  args.out = out.data_ptr();
+  args.num_rows = extent(out, 0);
   args.dtype = dtype_of(out);
-  args.config = static_cast<int>(config);
-  args.num_sms = static_cast<int>(num_sms);
+  args.config = config;
+  args.num_sms = num_sms;
   args.scales = scales_of(x, scale_x, scale_w, fast);
   // One for each expert, for each row of its weight, or for each of its blocks.
   if (args.is_fp8()) {
@@ -182,7 +168,7 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
   return args;
 }
 
-// The same arguments with other tensors; scales: of x and weight.
+// The same arguments with tensors; scales: of x and weight.
 moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe::GroupedGemmArgs args) {
   args.x.data = x;
   args.weight.first.data = weight;
@@ -192,22 +178,12 @@ moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe:
   return args;
 }
 
-moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
-                      int64_t max_tokens) {
-  return {.world_size = symm.world_size,
-          .rank = symm.rank,
-          .ep_size = static_cast<int>(ep_size),
-          .num_experts = static_cast<int>(num_experts),
-          .top_k = static_cast<int>(top_k),
-          .max_tokens = static_cast<int>(max_tokens)};
-}
-
 // x [m, k], weight [experts, n, k], out [num_rows, n or n / 2].
-void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
-                     Tensor out, Tensor schedule, int64_t config, int64_t num_sms,
-                     std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
+void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, Optional rows, int activation, Tensor out,
+                     Tensor schedule, int config, int num_sms, Optional scale_x, Optional scale_w,
+                     bool fast) {
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
-  args.activation = static_cast<int>(activation);
+  args.activation = activation;
   FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts()), schedule.numel());
   enqueue(x, addresses_of(x, weight, offsets, rows, out, schedule, scale_x, scale_w),
           [args](Addresses a, cudaStream_t stream) mutable {
@@ -219,18 +195,15 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
 }
 
 // grad [m, n], x [m, k], out [experts, n, k]. Of grad and x the rows, of out those of each expert may lie apart.
-void grouped_wgrad_op(Tensor grad, Tensor x, Tensor offsets, Tensor out, int64_t choice, int64_t num_sms) {
-  const auto rows = [](const Tensor& matrix) {
-    return runtime::Matrix{matrix.data_ptr(), matrix.size(0), matrix.size(1), matrix.stride(0)};
-  };
+void grouped_wgrad_op(Tensor grad, Tensor x, Tensor offsets, Tensor out, int choice, int num_sms) {
   moe::GroupedWgradArgs args = {};
-  args.grad = rows(grad);
-  args.x = rows(x);
+  args.grad = {nullptr, grad.size(0), grad.size(1), grad.stride(0)};
+  args.x = {nullptr, x.size(0), x.size(1), x.stride(0)};
   args.out = weights_of(out, /*transposed=*/false);
   args.adds = dtype_of(out) == runtime::DType::kFloat32;
   args.dtype = dtype_of(x);
-  args.choice = static_cast<int>(choice);
-  args.num_sms = static_cast<int>(num_sms);
+  args.choice = choice;
+  args.num_sms = num_sms;
   FLUX_CHECK(offsets.numel() == args.out.count + 1, offsets.numel(), args.out.count);
   enqueue(x, addresses_of(grad, x, offsets, out), [args](Addresses a, cudaStream_t stream) mutable {
     args.grad.data = a[0];
@@ -242,41 +215,33 @@ void grouped_wgrad_op(Tensor grad, Tensor x, Tensor offsets, Tensor out, int64_t
 }
 
 // x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2].
-void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int64_t ep_size,
-                        int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
-                        Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms,
-                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
-  const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
+void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int ep_size, int num_experts,
+                        int top_k, int max_tokens, int activation, Tensor out, const SymmBuffer* symm,
+                        int config, int num_sms, Optional scale_x, Optional scale_w, bool fast) {
+  const moe::Layout layout = {symm->world_size, symm->rank, ep_size, num_experts, top_k, max_tokens};
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
-  args.activation = static_cast<int>(activation);
-  const auto tensors = addresses(x, weight, arrays, addresses_of(out, scale_x, scale_w));
-  enqueue(x, tensors, [args, layout, &symm](Addresses a, cudaStream_t stream) {
-    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], a + kAfterArrays + 1, args), layout,
-                         routing_arrays(a + 2), symm, stream);
-  });
+  args.activation = activation;
+  enqueue(x, addresses(x, weight, arrays, addresses_of(out, scale_x, scale_w)),
+          [=](Addresses a, cudaStream_t stream) {
+            moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], a + kAfterArrays + 1, args), layout,
+                                 routing_arrays(a + 2), *symm, stream);
+          });
 }
 
 // x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
 // [max_rows, n], out [tokens, n], all but weight contiguous.
-void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
-                       int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
-                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms,
-                       std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
-  const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const auto tensors = addresses(x, weight, arrays, addresses_of(weights, products, out, scale_x, scale_w));
-  enqueue(x, tensors,
-          [args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast), layout, &symm,
-           tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
-           communication_ctas = static_cast<int>(communication_ctas)](Addresses a, cudaStream_t stream) {
-            const moe::CombineArgs combine = {.weights = floats(a[kAfterArrays]),
-                                              .out = a[kAfterArrays + 2],
-                                              .num_tokens = tokens,
-                                              .tiles_per_chunk = tiles_per_chunk,
-                                              .communication_ctas = communication_ctas};
-            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], a + kAfterArrays + 3, args), combine,
-                                layout, routing_arrays(a + 2), symm, stream);
+void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int ep_size,
+                       int num_experts, Tensor products, Tensor out, const SymmBuffer* symm, int config,
+                       int tiles_per_chunk, int communication_ctas, int num_sms, Optional scale_x,
+                       Optional scale_w, bool fast) {
+  const moe::Layout layout = layout_of(weights, symm->rank, ep_size, num_experts);
+  const auto args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast);
+  enqueue(x, addresses(x, weight, arrays, addresses_of(weights, products, out, scale_x, scale_w)),
+          [=, tokens = extent(out, 0)](Addresses a, cudaStream_t stream) {
+            void* const* const b = a + kAfterArrays;
+            moe::gemm_gather_rs(at(a[0], a[1], b[1], b + 3, args),
+                                {floats(b[0]), b[2], tokens, tiles_per_chunk, communication_ctas}, layout,
+                                routing_arrays(a + 2), *symm, stream);
           });
 }
 

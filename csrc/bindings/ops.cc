@@ -1,5 +1,5 @@
-// The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Schemas, fakes, CPU
-// implementations and argument checks are in Python (python/flux/ops). This file only unpacks arguments.
+// The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Only unpacks
+// arguments: schemas, fakes, CPU implementations and checks are in Python (python/flux/ops).
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,21 +11,14 @@
 
 #include "ag_gemm/ag_gemm.h"
 #include "bindings/kept_launch.h"
-#include "bindings/tensors.h"
-#include "gemm/add_norm.h"
-#include "gemm/gemm.h"
-#include "gemm/quantize.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
 #include "moe/moe.h"
-#include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch_table.h"
 
 namespace flux::bindings {
 namespace {
-
-using torch::stable::Tensor;
 
 runtime::Matrix matrix(const Tensor& tensor) {
   FLUX_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, tensor.dim());
@@ -43,24 +36,13 @@ runtime::Matrix words(const Tensor& tensor) {
   return result;
 }
 
-gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                         const Tensor& out, bool transpose_weight, int64_t config, int64_t num_sms,
-                         const std::optional<Tensor>& scale_x, const std::optional<Tensor>& scale_w,
-                         bool fast) {
-  gemm::GemmArgs args;
-  args.x = matrix(x);
-  args.weight = matrix(weight);
-  args.transpose_weight = transpose_weight;
-  args.out = matrix(out);
-  args.bias = bias.has_value() ? bias->data_ptr() : nullptr;
-  args.dtype = dtype_of(out);
-  args.config = static_cast<int>(config);
-  args.num_sms = static_cast<int>(num_sms);
-  args.scales = scales_of(x, scale_x, scale_w, fast);
-  return args;
+gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const Tensor& out, bool transpose_weight,
+                         int config, int num_sms, const gemm::Scales& scales = {}) {
+  return {matrix(x),     matrix(weight), transpose_weight, matrix(out), /*bias=*/nullptr,
+          dtype_of(out), config,         num_sms,          scales};
 }
 
-// The same arguments with other tensors: x, weight, bias and out, and scales.
+// The same arguments with tensors: x, weight, bias and out, and scales.
 gemm::GemmArgs at(Addresses addresses, Addresses scales, gemm::GemmArgs args) {
   args.x.data = addresses[0];
   args.weight.data = addresses[1];
@@ -76,45 +58,44 @@ runtime::Matrix at(void* address, runtime::Matrix matrix) {
   return matrix;
 }
 
-void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-             int64_t config, int64_t num_sms, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w,
-             bool fast, bool weight_is_constant, bool swiglu) {
+void gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight, int config,
+             int num_sms, Optional scale_x, Optional scale_w, bool fast, bool weight_is_constant,
+             bool swiglu) {
   gemm::GemmArgs args =
-      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
+      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
   args.weight_is_constant = weight_is_constant;
   args.swiglu = swiglu;
   enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w),
           [args](Addresses a, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
 }
 
-void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
-                std::optional<Tensor> staging, bool rounds_own, std::optional<Tensor> scale_x,
-                std::optional<Tensor> scale_w, bool fast) {
+void gemm_rs_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight,
+                const SymmBuffer* symm, int config, int num_sms, uint32_t copy_epoch, int chunks,
+                Optional staging, bool rounds_own, Optional scale_x, Optional scale_w, bool fast) {
+  const gemm::GemmArgs args =
+      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
   enqueue(x, addresses_of(x, weight, bias, out, staging, scale_x, scale_w), copy_epoch,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast),
-           &symm = symm_buffer_at(symm_buffer), chunks = static_cast<int>(chunks),
-           rounds_own](Addresses a, uint32_t epoch, cudaStream_t stream) {
-            gemm_rs::gemm_rs(at(a, a + 5, args), symm, {epoch, chunks, static_cast<char*>(a[4])}, rounds_own,
+          [=](Addresses a, uint32_t epoch, cudaStream_t stream) {
+            gemm_rs::gemm_rs(at(a, a + 5, args), *symm, {epoch, chunks, static_cast<char*>(a[4])}, rounds_own,
                              stream);
           });
 }
 
-void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunk_rows,
-                bool reuse, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
+void ag_gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight,
+                const SymmBuffer* symm, int config, int num_sms, uint32_t copy_epoch, int chunk_rows,
+                bool reuse, Optional scale_x, Optional scale_w, bool fast) {
+  const gemm::GemmArgs args =
+      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
   enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w), copy_epoch,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, scale_x, scale_w, fast),
-           &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows),
-           reuse](Addresses a, uint32_t epoch, cudaStream_t stream) {
-            ag_gemm::ag_gemm(at(a, a + 4, args), symm, {epoch, chunk_rows}, reuse, stream);
+          [=](Addresses a, uint32_t epoch, cudaStream_t stream) {
+            ag_gemm::ag_gemm(at(a, a + 4, args), *symm, {epoch, chunk_rows}, reuse, stream);
           });
 }
 
 // What a quantisation writes, of [rows, columns]. Its tensors: q, scale, the scale to use if it is given, and scratch
 // memory where the scale is made of all elements.
-gemm::Quantized quantized(const Tensor& q, const Tensor& scale, int64_t granularity, bool ue8m0,
-                          const std::optional<Tensor>& given, const std::optional<Tensor>& parts) {
+gemm::Quantized quantized(const Tensor& q, const Tensor& scale, int granularity, bool ue8m0,
+                          const Optional& given, const Optional& parts) {
   FLUX_CHECK(granularity >= 0 && granularity <= static_cast<int>(gemm::Granularity::kBlock), granularity);
   FLUX_CHECK(runtime::is_fp8(dtype_of(q)) && dtype_of(scale) == runtime::DType::kFloat32, granularity);
   FLUX_CHECK(q.is_contiguous() && (!given.has_value() || granularity == 0), granularity);
@@ -131,141 +112,127 @@ gemm::Quantized quantized(const Tensor& q, const Tensor& scale, int64_t granular
   return to;
 }
 
-// The same with other tensors.
-gemm::Quantized at(Addresses addresses, gemm::Quantized to) {
+// The same with other tensors. Kernels do not write a scale that is given: the caller gets it in a tensor of its own.
+gemm::Quantized at(Addresses addresses, gemm::Quantized to, cudaStream_t stream) {
   to.q = addresses[0];
   to.scales = static_cast<float*>(addresses[1]);
   to.given = static_cast<const float*>(addresses[2]);
   to.parts = static_cast<float*>(addresses[3]);
+  if (to.given != nullptr) {
+    FLUX_CUDA_CHECK(cudaMemcpyAsync(to.scales, to.given, sizeof(float), cudaMemcpyDeviceToDevice, stream));
+  }
   return to;
 }
 
-// Kernels do not write a scale that is given. The caller gets it in a tensor of its own.
-void copy_given_scale(const gemm::Quantized& to, cudaStream_t stream) {
-  if (to.given == nullptr) return;
-  FLUX_CUDA_CHECK(cudaMemcpyAsync(to.scales, to.given, sizeof(float), cudaMemcpyDeviceToDevice, stream));
-}
-
 // x, q: [..., columns], contiguous.
-void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8m0,
-                 std::optional<Tensor> given, std::optional<Tensor> parts) {
+void quantize_op(Tensor x, Tensor q, Tensor scale, int granularity, bool ue8m0, Optional given,
+                 Optional parts) {
   FLUX_CHECK(x.is_contiguous() && x.numel() == q.numel(), x.numel(), q.numel());
   const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
+  const int64_t height = x.dim() > 1 ? x.size(x.dim() - 2) : 1;
   enqueue(x, addresses_of(x, q, scale, given, parts),
-          [rows, columns, dtype = dtype_of(x), height = x.dim() > 1 ? x.size(x.dim() - 2) : 1,
-           to = quantized(q, scale, granularity, ue8m0, given, parts)](Addresses a, cudaStream_t stream) {
-            const gemm::Quantized written = at(a + 1, to);
-            copy_given_scale(written, stream);
-            gemm::quantize({a[0], rows, columns, columns}, dtype, height, written, stream);
+          [=, dtype = dtype_of(x), to = quantized(q, scale, granularity, ue8m0, given, parts)](
+              Addresses a, cudaStream_t stream) {
+            gemm::quantize({a[0], rows, columns, columns}, dtype, height, at(a + 1, to, stream), stream);
           });
 }
 
 // All of one shape [rows, columns] and dtype, but for weight [columns].
 void add_norm_op(Tensor total, Tensor residual, Tensor weight, double eps, Tensor out) {
   const int64_t rows = total.size(0), columns = total.size(1);
+  const runtime::DType dtype = dtype_of(total);
   for (const Tensor& each : {residual, out}) {
     FLUX_CHECK(each.is_contiguous() && each.size(0) == rows && each.size(1) == columns, rows, columns);
-    FLUX_CHECK(dtype_of(each) == dtype_of(total), rows, columns);
+    FLUX_CHECK(dtype_of(each) == dtype, rows, columns);
   }
   FLUX_CHECK(total.is_contiguous() && weight.is_contiguous() && weight.numel() == columns, rows, columns);
-  FLUX_CHECK(dtype_of(weight) == dtype_of(total) && rows < INT32_MAX, rows, columns);
-  enqueue(total, addresses_of(total, residual, weight, out),
-          [rows = static_cast<int>(rows), columns = static_cast<int>(columns), eps = static_cast<float>(eps),
-           dtype = dtype_of(total)](Addresses a, cudaStream_t stream) {
-            gemm::add_norm({a[0], a[1], a[2], a[3], rows, columns, eps}, dtype, stream);
-          });
+  FLUX_CHECK(dtype_of(weight) == dtype && rows < INT32_MAX, rows, columns);
+  enqueue(total, addresses_of(total, residual, weight, out), [=](Addresses a, cudaStream_t stream) {
+    gemm::add_norm(
+        {a[0], a[1], a[2], a[3], static_cast<int>(rows), static_cast<int>(columns), static_cast<float>(eps)},
+        dtype, stream);
+  });
 }
 
-// Of the norm, [m, n].
-gemm::Quantized quantized_norm(const std::optional<Tensor>& q, const std::optional<Tensor>& q_scale,
-                               int64_t granularity, bool ue8m0, const std::optional<Tensor>& given,
-                               const std::optional<Tensor>& parts, const Tensor& norm) {
+// What comes after a sum. Its tensors: residual, norm_weight, the sum where `out` is its norm, and those of `quantized`.
+gemm_ar::Extras extras(const Optional& q, const Optional& q_scale, int granularity, bool ue8m0,
+                       const Optional& given, const Optional& parts, double eps, const Tensor& norm) {
   FLUX_CHECK(q.has_value() == q_scale.has_value(), q.has_value());
-  if (!q.has_value()) return {};
+  gemm_ar::Extras extras = {};
+  extras.eps = static_cast<float>(eps);
+  if (!q.has_value()) return extras;
   FLUX_CHECK(q->numel() == norm.numel(), q->numel());
-  return quantized(*q, *q_scale, granularity, ue8m0, given, parts);
+  extras.quantized = quantized(*q, *q_scale, granularity, ue8m0, given, parts);
+  return extras;
 }
 
-void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
-                std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
-                std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
-                int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale,
-                std::optional<Tensor> parts) {
-  const gemm::GemmArgs args =
-      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms, std::nullopt, std::nullopt, false);
+gemm_ar::Extras at(Addresses addresses, gemm_ar::Extras extras, cudaStream_t stream) {
+  extras.residual = addresses[0];
+  extras.norm_weight = addresses[1];
+  extras.sum_out = addresses[2];
+  extras.quantized = at(addresses + 3, extras.quantized, stream);
+  return extras;
+}
+
+void gemm_ar_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight,
+                const SymmBuffer* symm, int config, int num_sms, runtime::Exchange::Mode mode,
+                Optional residual, Optional norm_weight, double eps, Optional residual_out, Optional q,
+                Optional q_scale, int granularity, bool ue8m0, Optional quant_scale, Optional parts) {
   enqueue(
       x,
       addresses_of(x, weight, bias, out, residual, norm_weight, residual_out, q, q_scale, quant_scale, parts),
-      [args, &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
-       eps = static_cast<float>(eps),
-       to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](Addresses a,
-                                                                                     cudaStream_t stream) {
-        const gemm::Quantized written = at(a + 7, to);
-        copy_given_scale(written, stream);
+      [=, args = gemm_args(x, weight, out, transpose_weight, config, num_sms),
+       then = extras(q, q_scale, granularity, ue8m0, quant_scale, parts, eps, out)](Addresses a,
+                                                                                    cudaStream_t stream) {
         void* const no_scales[2] = {};
-        gemm_ar::gemm_ar(
-            at(a, no_scales, args),
-            {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written}, symm,
-            mode, stream);
+        gemm_ar::gemm_ar(at(a, no_scales, args), at(a + 4, then, stream), *symm, mode, stream);
       });
 }
 
-void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,
-                   std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
-                   std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
-                   int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale,
-                   std::optional<Tensor> parts) {
+void all_reduce_op(Tensor x, Tensor out, const SymmBuffer* symm, int num_sms, runtime::Exchange::Mode mode,
+                   Optional residual, Optional norm_weight, double eps, Optional residual_out, Optional q,
+                   Optional q_scale, int granularity, bool ue8m0, Optional quant_scale, Optional parts) {
   enqueue(x, addresses_of(x, out, residual, norm_weight, residual_out, q, q_scale, quant_scale, parts),
-          [x = matrix(x), out = matrix(out), dtype = dtype_of(x), &symm = symm_buffer_at(symm_buffer),
-           num_sms = static_cast<int>(num_sms), mode = static_cast<runtime::Exchange::Mode>(mode),
-           eps = static_cast<float>(eps),
-           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
-              Addresses a, cudaStream_t stream) {
-            const gemm::Quantized written = at(a + 5, to);
-            copy_given_scale(written, stream);
-            gemm_ar::all_reduce(
-                at(a[0], x), at(a[1], out), dtype,
-                {.residual = a[2], .norm_weight = a[3], .eps = eps, .sum_out = a[4], .quantized = written},
-                symm, num_sms, mode, stream);
+          [=, x = matrix(x), out = matrix(out), dtype = dtype_of(x),
+           then = extras(q, q_scale, granularity, ue8m0, quant_scale, parts, eps, out)](Addresses a,
+                                                                                        cudaStream_t stream) {
+            gemm_ar::all_reduce(at(a[0], x), at(a[1], out), dtype, at(a + 2, then, stream), *symm, num_sms,
+                                mode, stream);
           });
 }
 
 // x: what this rank has for each, [world_size, rows, n], of which each [rows, n] is contiguous.
-void reduce_scatter_int8_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, bool rounds_own) {
-  const auto& symm = symm_buffer_at(symm_buffer);
-  FLUX_CHECK(x.dim() == 3 && x.size(0) == symm.world_size && x.stride(2) == 1, x.dim());
+void reduce_scatter_int8_op(Tensor x, Tensor out, const SymmBuffer* symm, int num_sms, bool rounds_own) {
+  FLUX_CHECK(x.dim() == 3 && x.size(0) == symm->world_size && x.stride(2) == 1, x.dim());
   FLUX_CHECK(x.size(1) == out.size(0) && x.size(2) == out.size(1), x.size(1), out.size(0));
   FLUX_CHECK(x.stride(1) == x.size(2) && dtype_of(x) == dtype_of(out), x.stride(1));
   enqueue(x, addresses_of(x, out),
-          [owner_stride = x.stride(0), out = matrix(out), dtype = dtype_of(x), &symm,
-           num_sms = static_cast<int>(num_sms), rounds_own](Addresses a, cudaStream_t stream) {
-            gemm_ar::reduce_scatter_int8(a[0], owner_stride, at(a[1], out), dtype, symm, num_sms, rounds_own,
+          [=, owner_stride = x.stride(0), out = matrix(out), dtype = dtype_of(x)](Addresses a,
+                                                                                  cudaStream_t stream) {
+            gemm_ar::reduce_scatter_int8(a[0], owner_stride, at(a[1], out), dtype, *symm, num_sms, rounds_own,
                                          stream);
           });
 }
 
-void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
+void all_gather_op(Tensor x, Tensor out, const SymmBuffer* symm, uint32_t copy_epoch, int chunk_rows,
                    bool begun) {
-  enqueue(
-      x, addresses_of(x, out), copy_epoch,
-      [x = words(x), out = words(out), &symm = symm_buffer_at(symm_buffer),
-       chunk_rows = static_cast<int>(chunk_rows), begun](Addresses a, uint32_t epoch, cudaStream_t stream) {
-        ag_gemm::all_gather(at(a[0], x), at(a[1], out), symm, {epoch, chunk_rows}, begun, stream);
-      });
+  enqueue(x, addresses_of(x, out), copy_epoch,
+          [=, x = words(x), out = words(out), rows = begun ? ag_gemm::Rows::kBegun : ag_gemm::Rows::kToSend](
+              Addresses a, uint32_t epoch, cudaStream_t stream) {
+            ag_gemm::all_gather(at(a[0], x), at(a[1], out), *symm, {epoch, chunk_rows}, rows, {}, stream);
+          });
 }
 
-void begin_all_gather_op(Tensor x, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
+void begin_all_gather_op(Tensor x, const SymmBuffer* symm, uint32_t copy_epoch, int chunk_rows) {
   enqueue(x, addresses_of(x), copy_epoch,
-          [x = words(x), &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows)](
-              Addresses a, uint32_t epoch, cudaStream_t stream) {
-            ag_gemm::begin_all_gather(at(a[0], x), symm, {epoch, chunk_rows}, stream);
+          [=, x = words(x)](Addresses a, uint32_t epoch, cudaStream_t stream) {
+            ag_gemm::begin_all_gather(at(a[0], x), *symm, {epoch, chunk_rows}, stream);
           });
 }
 
 // scale_x, gathered_scale: of fp8 rows, as scales_of describes them.
-void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch,
-                std::optional<Tensor> scale_x, std::optional<Tensor> gathered_scale) {
+void collect_op(Tensor x, Tensor gathered, const SymmBuffer* symm, uint32_t copy_epoch, Optional scale_x,
+                Optional gathered_scale) {
   ag_gemm::CollectedScales scales;
   FLUX_CHECK(scale_x.has_value() == gathered_scale.has_value(), scale_x.has_value());
   if (scale_x.has_value()) {
@@ -274,11 +241,12 @@ void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epo
     scales.columns = own.blocks ? static_cast<int>(scale_x->size(1)) : 1;
   }
   enqueue(x, addresses_of(x, gathered, scale_x, gathered_scale), copy_epoch,
-          [x = words(x), gathered = words(gathered), &symm = symm_buffer_at(symm_buffer), scales](
-              Addresses a, uint32_t epoch, cudaStream_t stream) mutable {
+          [=, x = words(x), gathered = words(gathered)](Addresses a, uint32_t epoch,
+                                                        cudaStream_t stream) mutable {
             scales.own.data = static_cast<const float*>(a[2]);
             scales.out = static_cast<float*>(a[3]);
-            ag_gemm::collect(at(a[0], x), at(a[1], gathered), symm, epoch, scales, stream);
+            ag_gemm::all_gather(at(a[0], x), at(a[1], gathered), *symm, {epoch, 0}, ag_gemm::Rows::kHere,
+                                scales, stream);
           });
 }
 
@@ -303,8 +271,8 @@ bool ready(int32_t device, void** stream) {
          is_not_captured(static_cast<cudaStream_t>(*stream));
 }
 
-// The device is the current one, and one thread at a time is here (LaunchOrder), so one event serves every change of
-// streams: a wait is for its last record before the wait.
+// The device is the current one, and one thread at a time is here (LaunchOrder): one event serves every change of
+// streams.
 bool follow(int32_t device, void* last, void* next) {
   static cudaEvent_t events[runtime::kMaxDevices] = {};
   cudaEvent_t& event = events[device];

@@ -1,8 +1,7 @@
 #include <algorithm>
 
-#include "gemm/add_norm.h"
 #include "gemm/finish.cuh"
-#include "runtime/check.h"
+#include "gemm/quantize.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"
 

@@ -50,21 +50,9 @@ FLUX_DEVICE void widen(const uint4& v, float (&f)[kVector]) {
 FLUX_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 template <class Element>
-FLUX_DEVICE uint4 round(const float (&f)[kVector]) {
+FLUX_DEVICE uint4 round(const float* f) {
   return {Pair<Element>::round(f[0], f[1]), Pair<Element>::round(f[2], f[3]),
           Pair<Element>::round(f[4], f[5]), Pair<Element>::round(f[6], f[7])};
-}
-
-// The part of a chunk that one thread holds, as pairs of columns: {left block, row}, {left block, row + 8},
-// {right block, row}, {right block, row + 8}.
-struct Fragment {
-  uint32_t pair[4];
-};
-
-template <class Element>
-FLUX_DEVICE Fragment pack(const float* d) {
-  return {{Pair<Element>::round(d[0], d[1]), Pair<Element>::round(d[2], d[3]),
-           Pair<Element>::round(d[4], d[5]), Pair<Element>::round(d[6], d[7])}};
 }
 
 // Two adjacent elements of a row that nothing writes during the launch; the first has an even index.

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "gemm/elements.cuh"
-#include "gemm/named_barriers.h"
 #include "gemm/quantize.cuh"
 #include "gemm/shares.cuh"
 #include "runtime/device/exchange.cuh"
@@ -67,15 +65,7 @@ FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
   for (int i = 0; i < Exchange::kVector; ++i) sum[i] += widened[i];
 }
 
-// How values of threads that are not negative become one.
-struct Sum {
-  FLUX_DEVICE float operator()(float a, float b) const { return a + b; }
-};
-struct Largest {
-  FLUX_DEVICE float operator()(float a, float b) const { return larger(a, b); }
-};
-
-// Called by kThreads threads; `thread` is the caller's index. `scratch` holds one float for each warp.
+// Combines values of kThreads threads that are not negative; `thread` is the caller's index. `scratch` holds one float for each warp.
 template <int kThreads, class Combine>
 FLUX_DEVICE float combine_over_cta(float value, int thread, float* scratch, Combine combine) {
 #pragma unroll
@@ -219,7 +209,8 @@ struct RowNorm {
   // Writes the row whose vectors all threads have taken, and quantises it as far as that depends on no other row. A
   // thread reads only vectors that it has itself taken, and weights that it has itself copied.
   FLUX_DEVICE void write(int row) {
-    const float sum = combine_over_cta<kThreads>(squares, thread, scratch, Sum());
+    const float sum =
+        combine_over_cta<kThreads>(squares, thread, scratch, [](float a, float b) { return a + b; });
     squares = 0.0f;
     const float scale = rsqrtf(sum / (row_vectors * kVector) + f.eps);
     const uint4* const from = kept != nullptr ? kept : sums(row);
@@ -253,7 +244,8 @@ struct RowNorm {
  private:
   // The largest absolute value that all threads have written.
   FLUX_DEVICE float take_largest() {
-    const float total = combine_over_cta<kThreads>(largest, thread, scratch, Largest());
+    const float total =
+        combine_over_cta<kThreads>(largest, thread, scratch, [](float a, float b) { return larger(a, b); });
     largest = 0.0f;
     return total;
   }

@@ -1,5 +1,4 @@
 #include "gemm/gemm.h"
-#include "gemm/sm90/launch.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 
 namespace flux::gemm {
@@ -14,7 +13,9 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
          : launch_swap_ab<LocalOutput, false>)(args, choice, num_sms, LocalOutput::params(args), stream);
     return;
   }
-  const TileOrder order = plain_order(args, choice);
+  const int m_tiles = ceil_div(args.m(), kBlockM),
+            n_tiles = ceil_div(args.n(), kTileConfigs[choice.config].block_n);
+  const TileOrder order = {m_tiles, n_tiles, /*world_size=*/1, /*rank=*/0, choice.cluster, choice.group_m};
   (order.split() > 1 ? launch<SplitStore> : launch<LocalStore>)(args, choice, order, args.m(), num_sms, {},
                                                                 stream);
 }

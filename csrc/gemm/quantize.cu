@@ -3,7 +3,6 @@
 #include "gemm/quantize.cuh"
 #include "gemm/quantize.h"
 #include "gemm/tile_config.h"
-#include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"
 
@@ -145,11 +144,7 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
   FLUX_CHECK(x.columns % kVector == 0 && x.row_stride == x.columns, x.columns, x.row_stride);
   FLUX_CHECK(height > 0 && x.rows % height == 0, x.rows, height);
   FLUX_CHECK(x.rows * (x.columns / kGroupVectors / kVector + 1) < INT32_MAX / 2, x.rows, x.columns);
-  return {.x = static_cast<const uint4*>(x.data),
-          .rows = x.rows,
-          .height = height,
-          .vectors = static_cast<int>(x.columns / kVector),
-          .to = to};
+  return {static_cast<const uint4*>(x.data), x.rows, height, static_cast<int>(x.columns / kVector), to};
 }
 
 // `threads`: as many as can be of use. CTAs that start early wait on their SMs. If those are not all the launch's own,

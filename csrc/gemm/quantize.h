@@ -1,4 +1,4 @@
-// Quantisation to fp8 in kernels of its own (flux.quantize). Free of torch.
+// Kernels without a GEMM: quantisation to fp8 (flux.quantize), and a residual added to a sum with the RMSNorm of both.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,5 +18,17 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
 // Quantises with the scale of a whole tensor, whose parts an earlier launch on the stream has left.
 void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to, int num_sms,
                          cudaStream_t stream);
+
+// [rows, columns] and weight [columns]: contiguous, 16-byte aligned, columns a multiple of 8.
+struct AddNorm {
+  void* total;  // += residual, rounded
+  const void* residual;
+  const void* weight;
+  void* out;  // the RMSNorm of total's rows
+  int rows, columns;
+  float eps;
+};
+
+void add_norm(const AddNorm& args, runtime::DType dtype, cudaStream_t stream);
 
 }  // namespace flux::gemm

@@ -20,6 +20,14 @@ constexpr int kNumMathWarpgroups = 2;
 constexpr int kTileQueue = 2;  // entries of the tile queue
 constexpr int kMaxPeers = 7;   // world sizes up to 8
 
+// Ids of named barriers (bar.sync), of which a CTA has 16. 0 is __syncthreads. A kernel uses an id for one set of
+// threads only.
+constexpr int kMathBarrier = 1;       // both warpgroups that compute, or all threads that normalise a row
+constexpr int kWarpgroupBarrier = 2;  // one math warpgroup; plus its index
+constexpr int kEpochBarrier = 4;      // all threads of a CTA: they have read the epoch
+constexpr int kGroupBarrier = 5;      // a group of threads that sums rows of MoE layer 1; plus its index
+constexpr int kNamedBarriers = 16;
+
 FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a tile multiplies, and where it adds.

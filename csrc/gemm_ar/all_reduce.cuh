@@ -5,7 +5,7 @@
 
 namespace flux::gemm_ar {
 
-// Each thread has one vector in flight, so large sums need many threads, and small sums many SMs
+// Each thread has one vector in flight: large sums need many threads, small ones many SMs
 // (docs/design/decode.md#what-made-the-sum-faster).
 constexpr int kFewThreads = 352, kManyThreads = 704;
 constexpr int kNormThreads = 512;      // two vectors of 8192 columns each
@@ -18,9 +18,8 @@ struct SumParams {
   int row;  // elements of a row, after which `bias` repeats
 };
 
-// The sum of a matrix that is treated as one row of vectors. Each rank sums all vectors (one-shot), or a shard. The
-// rank's own contribution is read in place. If x is also the result, the thread that overwrites a vector is the
-// thread that has read it.
+// The sum of a matrix that is treated as one row of vectors, of which each rank sums all (one-shot) or a shard. Its own
+// contribution is read in place: if x is also the result, the thread that overwrites a vector has read it.
 template <class Element>
 struct FlatSum {
   static constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
@@ -42,8 +41,7 @@ struct FlatSum {
   FLUX_DEVICE int shard_size(int owner) const { return min(max(vectors - shard_begin(owner), 0), shard); }
   FLUX_DEVICE char* area(int peer) const { return p.symm.exchange(peer, call.epoch); }
 
-  // Sends x to the ranks that sum it. for_each(owner, use) calls use(i) for the caller's vectors i of an
-  // owner's shard.
+  // Sends x to the ranks that sum it. for_each(owner, use) calls use(i) for the caller's vectors i of an owner's shard.
   template <class ForEach>
   FLUX_DEVICE void send(ForEach for_each) const {
     if (!sends) return;
@@ -96,11 +94,9 @@ struct FlatSum {
   }
 };
 
-// Reads the epoch. The closing warp then closes the call, while the other warps sum.
-//
-// Every CTA sums the share that has its number, and waits only for CTAs of peers with the same number, because grids
-// are equal on all ranks. Any number of resident CTAs is enough: CTAs begin in the order of their numbers, on which
-// CUB's scans rely, too. So every rank runs the first share that is not done, or runs it next.
+// Reads the epoch. The closing warp then closes the call, while the others sum. Every CTA sums the share of its number,
+// and waits only for CTAs of peers with the same number: grids are equal, and CTAs begin in the order of their numbers
+// (as CUB's scans rely on, too). So any number of resident CTAs is enough.
 FLUX_DEVICE sync::Call begin_sum(const runtime::SymmBuffer& symm) {
   ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(symm);
@@ -135,8 +131,8 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   });
 }
 
-// sum_over_ranks with RMSNorm. Shards are whole rows, and a CTA processes one row at a time. A CTA sends the same
-// rows that it later writes, so no norm overwrites a row that still has to be sent.
+// sum_over_ranks with RMSNorm. Shards are whole rows, one at a time for a CTA. It sends the rows that it later writes,
+// so no norm overwrites a row that still has to be sent.
 template <class Element, int kThreads>
 FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
   const sync::Call call = begin_sum(params.exchange.symm);

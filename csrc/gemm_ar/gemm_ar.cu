@@ -4,8 +4,6 @@
 #include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
-#include "runtime/check.h"
-#include "runtime/launch.h"
 
 namespace flux::gemm_ar {
 namespace {
@@ -25,13 +23,8 @@ gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Ma
   FLUX_CHECK(q.q == nullptr || extras.norm_weight != nullptr, out.rows);
   FLUX_CHECK(q.granularity != gemm::Granularity::kBlock && !q.e5m2, static_cast<int>(q.granularity), q.e5m2);
   FLUX_CHECK(!q.needs_all() || num_sms <= gemm::kMaxParts, num_sms);
-  return {.bias = bias,
-          .residual = extras.residual,
-          .norm_weight = extras.norm_weight,
-          .eps = extras.eps,
-          .out = const_cast<void*>(out.data),
-          .sum_out = extras.sum_out,
-          .quantized = q};
+  return {bias, extras.residual, extras.norm_weight, extras.eps, const_cast<void*>(out.data), extras.sum_out,
+          q};
 }
 
 runtime::Kernels kernels([] {
@@ -84,8 +77,8 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   FLUX_CHECK(choice.swaps_ab(), "no kernel that sums", args.m(), choice.config);
   gemm::ExchangeParams params = {symm, exchange, finish_of(args.bias, extras, args.out, num_sms),
                                  runtime::kGemmAr};
-  // Tiles in one column send at the same time. Sums in their order are faster only if the rows are divisible and each
-  // CTA has at most one tile.
+  // Tiles in one column send at the same time. Sums in their order are faster only if rows are divisible and no CTA has
+  // two tiles.
   const int at_once = gemm::ceil_div(args.m(), gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows);
   const int tiles = at_once * gemm::ceil_div(args.n(), gemm::kSwapAbN);
   if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;

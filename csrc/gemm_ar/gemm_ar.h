@@ -17,14 +17,14 @@ struct Extras {
   gemm::Quantized quantized = {};  // of the norm, to e4m3; per tensor, token or group
 };
 
-// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given. In one launch:
-// of 16-bit operands, in swap-AB tiles that sum (gemm/swap_ab.h).
+// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given. In one
+// launch, of 16-bit operands, in swap-AB tiles that sum (gemm/swap_ab.h).
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 
-// out = sum over ranks of x, then residual and RMSNorm as given (scatter: this rank's rows of the sum, without any); all
-// contiguous. Without RMSNorm, and except for scatter, `out` may be x or the residual. num_sms: number of SMs to use,
-// with RMSNorm the same on all ranks; 0: all SMs of the device.
+// out = sum over ranks of x, then residual and RMSNorm as given (scatter: this rank's rows, without any); all
+// contiguous. Without RMSNorm, and except for scatter, `out` may be x or the residual. num_sms: 0 for all; with RMSNorm
+// the same on all ranks.
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
                 const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
                 runtime::Exchange::Mode mode, cudaStream_t stream);

@@ -7,8 +7,8 @@ namespace flux::gemm_rs {
 
 namespace {
 
-// Enqueues the copies, after the launch. Each copy waits for the tiles of this rank's launch, and the launch waits for
-// the peers' copies. Chunks are sent in the order in which they are computed.
+// Enqueues the copies, after the launch. Each waits for the tiles of this rank's launch, and the launch for the peers'
+// copies. Chunks leave in the order in which they are computed.
 void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Chunks& chunks,
                  const Transport& transport, cudaStream_t stream) {
   runtime::CopyQueue queue;
@@ -51,15 +51,9 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const gemm::TileOrder order = make_order(layout, symm.rank, choice.cluster, choice.group_m, copied);
   const Pace pace =
       make_pace(order, gemm::ceil_div(args.k(), gemm::kTileConfigs[choice.config].block_k()), num_sms);
-  const SlotStore::Params store = {.symm = symm,
-                                   .layout = layout,
-                                   .pace = pace,
-                                   .epoch = transport.copy_epoch,
-                                   .chunks = chunks,
-                                   .staging = transport.staging,
-                                   .rows_per_shard = rows_per_shard,
-                                   .n = args.n(),
-                                   .rounds_own = rounds_own};
+  const SlotStore::Params store = {
+      symm,           layout,   pace,      transport.copy_epoch, chunks, transport.staging,
+      rows_per_shard, args.n(), rounds_own};
   gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
   if (copied) send_staged(symm, layout, chunks, transport, stream);
 }

@@ -9,9 +9,8 @@ namespace flux::gemm_rs {
 
 // How tiles are sent to peers: by storer warps or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: storers send the tiles, and the device counts the epochs, so calls can be replayed in a CUDA graph.
-  // Otherwise copy engines send them, and this is the epoch of the call. The host counts these epochs, because it must
-  // know the destination buffer when it enqueues a copy. Only such calls use the region.
+  // 0: storers send the tiles, and the device counts the epochs, so that CUDA graphs can replay calls. Else copy
+  // engines send them, and the host counts the epochs, because it must know the destination when it enqueues a copy.
   uint32_t copy_epoch;
   int chunks;     // chunks that a copy engine sends to each peer
   char* staging;  // source of the copies, as large as the slots; used until the call is complete

@@ -1,6 +1,6 @@
-// The layout of the slots of GEMM+ReduceScatter. A rank has one slot for each peer (its own contribution never
-// leaves the registers). A slot holds the peer's tiles of this rank's shard, one after the other. Each half
-// tile (the 64 rows of one math warpgroup) has its own signal. Shared by kernel, host, CPU path and tests.
+// The layout of the slots of GEMM+ReduceScatter. A rank has one slot for each peer (its own contribution never leaves
+// the registers), with the peer's tiles of this rank's shard one after the other. Each half tile (the 64 rows of a math
+// warpgroup) has its own signal. Shared by kernel, host, CPU path and tests.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct Layout {
   FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
 };
 
-// Copy engines send the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are
-// computed roughly in the order of the slot, so the first chunk is complete long before the last.
+// Copy engines send the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are computed
+// roughly in the order of the slot.
 struct Chunks {
   int count;
   int tiles;  // of a slot
@@ -39,9 +39,8 @@ struct Chunks {
   FLUX_HD int size(int chunk) const { return first(chunk + 1) - first(chunk); }
 };
 
-// The number of chunks that copy engines send to each peer, or 0 if storers send the tiles. Storers are faster
-// as long as the transfer fits into the time of the GEMM, because no tile waits for its chunk to be complete
-// (docs/design/gemm-rs.md#copy-engines).
+// The number of chunks that copy engines send to each peer, or 0 if storers send the tiles: faster as long as the
+// transfer fits into the time of the GEMM, because no tile waits for its chunk (docs/design/gemm-rs.md#copy-engines).
 inline int copy_chunks(int m, int n, int k, int world_size, int operand_bytes = 2) {
   constexpr double kLinkBytesPerUs = 340e3;
   constexpr double kFlopsPerUs = 750e6;  // of 16-bit operands; of fp8 twice as many
@@ -60,9 +59,9 @@ struct Pace {
   int last_wave;  // cycles per chunk of the CTA's last tile for another rank
 };
 
-// A tile should have left when 60 % of the next mainloop are done, and all SMs together should not exceed the
-// bandwidth of the link. In the last wave pacing applies only if a whole wave of own tiles follows; otherwise a
-// rank is already waiting (docs/design/gemm-rs.md#pacing).
+// A tile should have left when 60 % of the next mainloop are done, and all SMs together should not exceed the bandwidth
+// of the link. The last wave is paced only if a whole wave of own tiles follows; else a rank is already waiting
+// (docs/design/gemm-rs.md#pacing).
 inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
   constexpr int kCyclesPerBlock = 40;   // 60 % of the 66 that a k-block of one chunk's columns takes
   constexpr int kLinkCyclesPerSm = 20;  // 4 KB from an SM in 20 cycles for each SM: 307 GB/s at 1.5 GHz
@@ -84,13 +83,8 @@ FLUX_HD Layout make_layout(int m, int n, int world_size, const gemm::TileConfig&
 
 FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m,
                                    bool copied = false) {
-  return {.m_tiles = layout.m_tiles,
-          .n_tiles = layout.n_tiles,
-          .world_size = layout.world_size,
-          .rank = rank,
-          .cluster = cluster,
-          .group_m = group_m,
-          .peers = copied ? gemm::Peers::kOneByOne : gemm::Peers::kTakeTurns};
+  const gemm::Peers peers = copied ? gemm::Peers::kOneByOne : gemm::Peers::kTakeTurns;
+  return {layout.m_tiles, layout.n_tiles, layout.world_size, rank, cluster, group_m, peers};
 }
 
 }  // namespace flux::gemm_rs

@@ -1,14 +1,12 @@
-// GEMM+ReduceScatter as a Store policy. A tile of another rank's shard is sent to its owner's slot as soon as it is
-// finished. Tiles of the own shard come last, and add the peers' contributions in their epilogue. One launch,
-// without a reduce kernel, without zeroing, and with one rounding of the sum.
+// GEMM+ReduceScatter as a Store policy. A tile of another rank's shard is sent to its owner's slot when it is finished.
+// Tiles of the own shard come last, and add the peers' contributions in their epilogue: one launch, no zeroing, one
+// rounding of the sum.
 //
-// The result is deterministic: partial tiles are sent as 16-bit values and summed in fp32 in rank order, with this
-// rank's accumulators at its place in that order. These are not rounded, unless the bits of a row must not depend on
-// the rank that owns it (`rounds_own`).
+// Deterministic: partial tiles travel as 16 bits and are summed in fp32 in rank order. This rank's accumulators are not
+// rounded, unless the bits of a row must not depend on the rank that owns it (`rounds_own`).
 #pragma once
 
 #include "gemm/elements.cuh"
-#include "gemm/named_barriers.h"
 #include "gemm/policy.h"
 #include "gemm_rs/plan.h"
 #include "runtime/device/sync.cuh"
@@ -53,8 +51,8 @@ struct SlotStore : gemm::LocalScales {
     return tile.shard == p.symm.rank;
   }
 
-  // Paces the stores. Stores that exceed the bandwidth of the link back up into the SM and delay the loads of the next
-  // mainloop. Spread over that mainloop they cost next to nothing (docs/design/gemm-rs.md#pacing).
+  // Paces the stores: beyond the bandwidth of the link they back up into the SM and delay the loads of the next
+  // mainloop; spread over it they cost next to nothing (docs/design/gemm-rs.md#pacing).
   FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
@@ -148,7 +146,7 @@ struct SlotStore : gemm::LocalScales {
     for (int first = 0; first < kAccumulators; first += kPieceAccumulators) {
       if (first / gemm::kChunkAccumulators >= chunks) break;
       ptx::mbarrier_wait(smem.piece_full(warpgroup, cursor.index), cursor.phase);
-      // Layout: [peer][chunk][thread]. If the number of chunks is odd, the unused half of the last piece is added to
+      // [peer][chunk][thread]. If the number of chunks is odd, the unused half of the last piece is added to
       // accumulators that are not stored.
       const auto* fragments =
           reinterpret_cast<const uint4*>(smem.pointer(smem.piece(warpgroup, cursor.index, num_peers))) +

@@ -15,15 +15,9 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
              order.signals());
 
   const int num_sms = runtime::usable_sms(args.num_sms);
-  const ArrivingRows::Params rows = {.symm = symm,
-                                     .layout = layout,
-                                     .order = order,
-                                     .x = static_cast<const char*>(args.x.data),
-                                     .row_bytes = row_bytes,
-                                     .rows = routing.rows,
-                                     .sent = routing.sent,
-                                     .firsts = routing.firsts,
-                                     .num_pushers = std::min(kPushers, num_sms)};
+  const ArrivingRows::Params rows = {
+      symm,         layout,       order,          static_cast<const char*>(args.x.data),      row_bytes,
+      routing.rows, routing.sent, routing.firsts, /*num_pushers=*/std::min(kPushers, num_sms)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
   if (!args.is_fp8()) {
     launch_grouped_as<ArrivingRows, false>(args, schedule, layout.expected_rows(), rows, stream);

@@ -32,7 +32,6 @@ struct ArrivingRows {
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
-  // The slots of peers, and x for own tokens.
   FLUX_DEVICE static Sources sources(const Params& p, const Call& call) {
     return {p.symm.slots(p.symm.rank, call.epoch), p.x};
   }
@@ -105,7 +104,6 @@ struct ArrivingRows {
     }
   }
 
-  // Number of signals of each peer that have arrived.
   struct Progress {
     int signals = 0;
   };

@@ -54,7 +54,6 @@ FLUX_DEVICE uint4 own_ids(const ChoiceParams& p, int token, int j) {
   return {low[0], low[1], low[2], low[3]};
 }
 
-// The weights of these choices, as bits.
 FLUX_DEVICE uint4 own_weights(const ChoiceParams& p, int token, int j) {
   uint32_t bits[kWords] = {}, unused[kWords];
   read_row(p, p.own.weights, /*wide=*/false, token, j, bits, unused);

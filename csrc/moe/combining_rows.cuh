@@ -11,7 +11,6 @@
 // arriving_rows.cuh).
 #pragma once
 
-#include "gemm/named_barriers.h"
 #include "moe/plan.h"
 #include "moe/products.cuh"
 #include "runtime/device/sync.cuh"
@@ -118,7 +117,6 @@ struct CombiningRows {
   static_assert(runtime::kMaxWorldSize - 1 <= kBatch);  // the contributions of all peers fit into one batch
   using Copies = uint4[kAhead][kBatch][kGroupThreads];
 
-  // A warpgroup's data about the tokens of its unit.
   struct alignas(16) Block {
     int positions[kBlockRows][kMaxTopK];  // rows of each token's products, compacted: valid positions first
     float weights[kBlockRows][kMaxTopK];
@@ -132,11 +130,9 @@ struct CombiningRows {
   };
 
  public:
-  // Bytes of shared memory for all warpgroups of a CTA.
   static constexpr int kCombineBytes = (1 + gemm::kNumMathWarpgroups) * sizeof(Group);
 
  private:
-  // Whether this CTA draws tiles until there are none.
   FLUX_DEVICE static bool computes_all(const Params& p) { return blockIdx.x >= p.communication_ctas; }
 
   struct Columns {

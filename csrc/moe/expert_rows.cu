@@ -6,14 +6,12 @@
 
 #include "moe/activation.cuh"
 #include "moe/moe.h"
-#include "runtime/check.h"
+#include "moe/products.cuh"
 #include "runtime/device.h"
 #include "runtime/launch.h"
 
 namespace flux::moe {
 namespace {
-
-using gemm::kVector;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
@@ -67,7 +65,6 @@ FLUX_DEVICE float dot(const uint4& values, const uint4& others) {
   return sum;
 }
 
-// Called by a warp: stores the sum of the values of its lanes.
 FLUX_DEVICE void store_sum(float* to, float value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
@@ -117,6 +114,37 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (x != nullptr) store_sum(dots + row, sum);
   });
+}
+
+// The weighted sum over a token's experts, that reads the products once. Layer 1 uses it if its GEMM and its
+// communication run separately.
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {
+  for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
+      float sum[kVector] = {};
+#pragma unroll 1
+      for (int first = 0; first < products.top_k; first += kBatch) {
+        uint4 values[kBatch];
+        float weights[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int64_t choice = token * products.top_k + first + i;
+          const int position = first + i < products.top_k ? __ldg(products.positions + choice) : -1;
+          values[i] = {0, 0, 0, 0};
+          weights[i] = 0;
+          if (position < 0) continue;
+          weights[i] = __ldg(products.weights + choice);
+          const char* const row = products.rows + position * products.row_bytes;
+          values[i] = *reinterpret_cast<const uint4*>(row + column * sizeof(Element));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) add_choice<Element>(values[i], weights[i], sum);
+      }
+      out[(token * columns + column) / kVector] = gemm::round<Element>(sum);
+    }
+  }
 }
 
 // The gate of swiglu, or the only operand of others, and what swiglu multiplies its gate by.
@@ -206,7 +234,6 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Launches one of two instances of a kernel.
 template <class Kernel, class... Arguments>
 void launch(const ExpertRows& rows, Kernel* bfloat16, Kernel* half, cudaStream_t stream,
             const Arguments&... arguments) {
@@ -245,6 +272,7 @@ void load_activation() {
 runtime::Kernels kernels([] {
   runtime::load(gather_rows_kernel<__nv_bfloat16>, gather_rows_kernel<__half>,
                 finish_rows_kernel<__nv_bfloat16>, finish_rows_kernel<__half>);
+  runtime::load(combine_kernel<__nv_bfloat16>, combine_kernel<__half>);
   load_activation<Activation::kSilu>();
   load_activation<Activation::kGelu>();
   load_activation<Activation::kSwiglu>();
@@ -291,6 +319,19 @@ void finish_activation(const ExpertRows& rows, int activation, void* data, const
            activation_grad_kernel<__half, constant, true>, stream, vectors(std::as_const(data)),
            vectors(product.data), vectors(out), Finish{scores, vectors(data), dots});
   });
+}
+
+void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
+             const float* weights, int64_t tokens, int top_k, void* out, cudaStream_t stream) {
+  FLUX_CHECK(products.columns % kVector == 0 && products.row_stride % kVector == 0, products.columns,
+             products.row_stride);
+  if (tokens == 0 || products.columns == 0) return;
+  const int64_t row_bytes = products.row_stride * gemm::kResultBytes;
+  const Products params = {static_cast<const char*>(products.data), row_bytes, positions, weights, top_k};
+  const auto kernel = runtime::is_bfloat16(dtype) ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
+  const int ctas = static_cast<int>(std::min<int64_t>(tokens, kCtasPerSm * runtime::num_sms()));
+  runtime::Launch(ctas, kThreads, 0, stream)
+      .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));
 }
 
 }  // namespace flux::moe

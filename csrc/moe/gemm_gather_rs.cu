@@ -19,11 +19,9 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   check_room(layout, symm, n * gemm::kResultBytes, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
-  const Products products = {.rows = static_cast<const char*>(args.out),
-                             .row_bytes = static_cast<int64_t>(n) * gemm::kResultBytes,
-                             .positions = routing.positions,
-                             .weights = combine.weights,
-                             .top_k = layout.top_k};
+  const int64_t row_bytes = static_cast<int64_t>(n) * gemm::kResultBytes;
+  const Products products = {static_cast<const char*>(args.out), row_bytes, routing.positions,
+                             combine.weights, layout.top_k};
   const CombiningRows::Params rows = {
       .symm = symm,
       .layout = layout,

@@ -1,6 +1,5 @@
 #include "gemm/sm90/instances.cuh"
 #include "moe/grouped_launch.cuh"
-#include "moe/local_rows.cuh"
 
 // Those of 16 bits are compiled here, beside the schedule.
 extern template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::OrderedRows, true>>;
@@ -41,21 +40,14 @@ __global__ void __launch_bounds__(kScheduleThreads)
 
 runtime::Kernels kernels([] { runtime::load(schedule_kernel); });
 
-// Enqueues schedule_kernel. `words`: schedule_words(...) words of scratch memory, which hold the schedule.
-Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
-                            cudaStream_t stream) {
-  auto* tiles = reinterpret_cast<TileEntry*>(words);
-  int32_t* num_tile_rows = words + schedule_words(num_rows, experts) - 1;
-  runtime::Launch(1, kScheduleThreads, 0, stream)
-      .run(schedule_kernel, offsets, experts, tiles, num_tile_rows);
-  return {offsets, tiles, num_tile_rows};
-}
-
 }  // namespace
 
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
-  const Schedule schedule =
-      schedule_by_expert(args.offsets, args.experts(), args.num_rows, args.schedule, stream);
+  auto* const tiles = reinterpret_cast<TileEntry*>(args.schedule);
+  int32_t* const num_tile_rows = args.schedule + schedule_words(args.num_rows, args.experts()) - 1;
+  runtime::Launch(1, kScheduleThreads, 0, stream)
+      .run(schedule_kernel, args.offsets, args.experts(), tiles, num_tile_rows);
+  const Schedule schedule = {args.offsets, tiles, num_tile_rows};
   if (args.rows == nullptr) {
     launch_grouped<OrderedRows>(args, schedule, args.num_rows, {}, stream);
     return;

@@ -5,10 +5,6 @@
 #include "moe/moe.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "moe/tile_choice.h"
-#include "runtime/check.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
-#include "runtime/symm_buffer.h"
 
 namespace flux::moe {
 
@@ -19,7 +15,6 @@ struct Schedule {
   const int32_t* num_tile_rows;
 };
 
-// The instances for 16-bit or for fp8 operands.
 template <class Rows, bool kFp8>
 struct GroupedFamily {
   using Params = GroupedParamsFor<kFp8, Rows>;
@@ -38,10 +33,6 @@ struct GroupedFamily {
   }
 };
 
-template <class Rows, bool kFp8>
-using GroupedKernels = gemm::KernelTable<GroupedFamily<Rows, kFp8>>;
-
-// Both layers: checks that the workspace and the weight match the layout.
 inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
   FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
              layout.world_size);
@@ -121,16 +112,60 @@ void launch_grouped_as(const GroupedGemmArgs& args, const Schedule& schedule, in
   params.out = args.out;
   params.rows = rows;
   runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
-      .run(GroupedKernels<Rows, kFp8>::on_current_device().get(args.dtype, args.transpose_weight, config),
+      .run(gemm::KernelTable<GroupedFamily<Rows, kFp8>>::on_current_device().get(
+               args.dtype, args.transpose_weight, config),
            params);
 }
 
-// For operands of both kinds.
 template <class Rows>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
   const auto launch = args.is_fp8() ? launch_grouped_as<Rows, true> : launch_grouped_as<Rows, false>;
   launch(args, schedule, expected_rows, rows, stream, tiles_per_chunk);
 }
+
+// --- Rows policies without communication ---
+
+struct LocalRows {
+  struct Call {};
+  struct Progress {};
+  static constexpr bool kArrive = false, kCombine = false;
+  template <class Params>
+  FLUX_DEVICE static Call begin(const Params&) {
+    return {};
+  }
+  template <class Params>
+  FLUX_DEVICE static uint32_t* tile_counter(const Params&) {
+    return nullptr;
+  }
+};
+
+struct OrderedRows : LocalRows {
+  struct Params {};
+  static constexpr bool kInOrder = true;
+};
+
+struct IndexedRows : LocalRows {
+  struct Params {
+    const char* x;
+    const int32_t* rows;
+  };
+  static constexpr bool kInOrder = false;
+  FLUX_DEVICE static Sources sources(const Params& p, const Call&) { return {p.x, nullptr}; }
+  FLUX_DEVICE static int place(const Params& p, int row) { return p.rows[row]; }
+};
+
+struct ScaledIndexedRows : IndexedRows {
+  struct Params : IndexedRows::Params {
+    int row_bytes;
+    const float* scales;  // of row i in k-block b at scales[i * step + b * stride]
+    int step;
+    int64_t stride;
+  };
+  FLUX_DEVICE static int first_row_bytes(const Params& p) { return p.row_bytes; }
+  FLUX_DEVICE static RowScales scales(const Params& p, const Call&, int place) {
+    return {p.scales + static_cast<int64_t>(place) * p.step, p.stride};
+  }
+};
 
 }  // namespace flux::moe

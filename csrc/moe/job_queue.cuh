@@ -18,7 +18,6 @@ struct Job {
   int chunk;  // chunk of columns
 };
 
-// The queue in shared memory, from `base` on.
 struct JobQueue {
   static constexpr int kEntries = 2;
   static constexpr int kWords = sizeof(Job) / 4;
@@ -78,7 +77,6 @@ struct JobReader {
   }
 };
 
-// The state of the scheduler warp.
 struct JobWriter {
   gemm::RingCursor<JobQueue::kEntries> cursor;
   uint32_t wanted_phase = 0;

@@ -8,7 +8,6 @@
 #include "gemm/gemm.h"
 #include "moe/routing.h"
 #include "runtime/symm_buffer.h"
-#include "runtime/tensor_map.h"
 
 namespace flux::moe {
 

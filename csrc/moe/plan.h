@@ -95,7 +95,6 @@ FLUX_HD int route_threads(const Layout& layout) {
 }
 // Experts on one rank, limited by shared memory.
 FLUX_HD int max_route_experts(int threads) { return threads == kMostRouteThreads ? 750 : 1500; }
-// CTAs for the tokens of each source.
 FLUX_HD int route_chunks(const Layout& layout) {
   return layout.max_tokens > 0 ? ceil_div(layout.max_tokens, route_threads(layout)) : 1;
 }
@@ -113,7 +112,6 @@ FLUX_HD int64_t route_scratch_words(const Layout& layout) {
 
 // Number of 16-byte vectors with a token's choices: its experts, then its weights, four in each vector.
 FLUX_HD int route_vectors(int top_k) { return 2 * ceil_div(top_k, 4); }
-// Bytes of the choices of all tokens in one of the two exchange buffers.
 FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
   return static_cast<int64_t>(layout.tokens()) * route_vectors(layout.top_k) * 16;
 }

@@ -1,4 +1,4 @@
-// The products of a rank's experts, and the weighted sum of a token's rows of them. Used by layer 1 and by combine.cu.
+// The products of a rank's experts, and the weighted sum of a token's rows of them. Used by layer 1 and by expert_rows.cu.
 #pragma once
 
 #include "gemm/elements.cuh"

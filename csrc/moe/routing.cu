@@ -11,7 +11,6 @@
 #include <iterator>
 
 #include "moe/choices.cuh"
-#include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"
 
@@ -455,8 +454,8 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   if (exchanges) FLUX_CHECK(route_exchange_bytes(layout) <= symm->exchange_bytes, symm->exchange_bytes);
   kernels.load();
   // Words of the histograms. `needed` follows at an even word, because its pairs of words are read as one.
-  const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * layout.local_experts();
   const int experts = layout.local_experts();
+  const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * experts;
   OwnChoices aligned = own;
   aligned.whole_vectors = layout.top_k % kWords == 0 &&
                           reinterpret_cast<uintptr_t>(own.ids) % sizeof(uint4) == 0 &&
@@ -478,7 +477,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
     return k.threads == threads && k.top_k >= layout.top_k;
   });
   FLUX_CHECK(kernel != std::end(kKernels), layout.top_k);
-  runtime::Launch(route_ctas(layout), threads, kernel->smem_bytes(layout.local_experts()), stream)
+  runtime::Launch(route_ctas(layout), threads, kernel->smem_bytes(experts), stream)
       .cooperative()
       .run(kernel->function, params);
 }

@@ -32,16 +32,10 @@ constexpr int kRoutingArrays = 10;
 template <class Array>
 RoutingArrays routing_arrays(const Array& array) {
   const auto words = [&](int i) { return static_cast<int32_t*>(array(i)); };
-  return {.offsets = words(0),
-          .counts = words(1),
-          .rows = words(2),
-          .positions = words(3),
-          .incoming = words(4),
-          .received = words(5),
-          .sent = words(6),
-          .firsts = words(7),
-          .tiles = static_cast<TileEntry*>(array(8)),
-          .num_tiles = words(9)};
+  return {words(0), words(1), words(2),
+          words(3), words(4), words(5),
+          words(6), words(7), static_cast<TileEntry*>(array(8)),
+          words(9)};
 }
 
 // Writes the tile schedule for complete `counts`; returns the number of tile rows.

@@ -45,7 +45,6 @@
 //   end(params, call)               called by one thread of each CTA, after combine, or after its last tile is drawn
 #pragma once
 
-#include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/smem.cuh"
 #include "moe/activation.cuh"
@@ -156,11 +155,7 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {.num_rows = num_rows,
-          .first_row = first_row,
-          .first_column = column,
-          .expert = tile.expert,
-          .chunk = chunk};
+  return {num_rows, first_row, column, tile.expert, chunk};
 }
 
 // second_half: from the first column of the weight that a tile needs to that of the second half of its columns.
@@ -217,7 +212,6 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   const int k_blocks = ceil_div(params.k, kTile.block_k());
   const int num_tile_rows = *params.num_tile_rows;
   const int second_half = params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;
-  // Columns of the result that a tile computes.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
   if (warp < 4) {
@@ -408,14 +402,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         const int before = Rows::kInOrder ? job.first_row % gemm::kScaleAlignment : 0;
         const auto promotion = grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks,
                                                           before + warpgroup * 64, smem, d);
-        gemm::multiply_fp8<gemm::Fp8Pairs<gemm::E4M3xE4M3, gemm::E5M2xE4M3>, kPartN>(
+        gemm::multiply_fp8<gemm::E4M3xE4M3, gemm::E5M2xE4M3, kPartN>(
             params.scales.e5m2, ring, k_blocks, products, full, operands, release, promotion);
         scale_grouped_sums(params.scales, at, params.n, d);
       }
       activate(params.activation, d);
       if constexpr (Rows::kArrive) {
-        // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
-        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
+        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {  // a wait timed out: NaN until the host raises
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
         }
@@ -430,7 +423,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #pragma unroll
         for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
           gemm::stage_rows<64>(slab, chunk, thread,
-                               gemm::pack<Element>(&d[(first_chunk + chunk) * gemm::kChunkAccumulators]));
+                               gemm::round<Element>(&d[(first_chunk + chunk) * gemm::kChunkAccumulators]));
         }
         if constexpr (Rows::kInOrder) {
           ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "gemm/select.h"
-#include "gemm/tile_config.h"
 
 namespace flux::moe {
 

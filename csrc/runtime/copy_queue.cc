@@ -1,6 +1,5 @@
 #include "runtime/copy_queue.h"
 
-#include "runtime/check.h"
 #include "runtime/device.h"
 
 namespace flux::runtime {
@@ -55,12 +54,12 @@ void CopyQueue::copy_rows(void* dst, int64_t dst_pitch, const void* src, int64_t
 }
 
 void CopyQueue::write(uint32_t* address, uint32_t value) {
-  CUstreamBatchMemOpParams& word = next_word();
-  word.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-  word.writeValue.address = reinterpret_cast<CUdeviceptr>(address);
-  word.writeValue.value = value;
   // The default flag includes a memory barrier, so the write is ordered after all earlier copies of the stream.
-  word.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  next_word().writeValue = {CU_STREAM_MEM_OP_WRITE_VALUE_32,
+                            reinterpret_cast<CUdeviceptr>(address),
+                            {value},
+                            CU_STREAM_WRITE_VALUE_DEFAULT,
+                            0};
 }
 
 void CopyQueue::announce(uint32_t* address, uint32_t value) {
@@ -73,11 +72,11 @@ void CopyQueue::announce(uint32_t* address, uint32_t value) {
 }
 
 void CopyQueue::wait(const uint32_t* address, uint32_t value) {
-  CUstreamBatchMemOpParams& word = next_word();
-  word.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-  word.waitValue.address = reinterpret_cast<CUdeviceptr>(address);
-  word.waitValue.value = value;
-  word.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+  next_word().waitValue = {CU_STREAM_MEM_OP_WAIT_VALUE_32,
+                           reinterpret_cast<CUdeviceptr>(address),
+                           {value},
+                           CU_STREAM_WAIT_VALUE_GEQ,
+                           0};
 }
 
 void CopyQueue::join(cudaStream_t stream) {

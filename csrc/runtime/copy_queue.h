@@ -9,11 +9,9 @@
 
 namespace flux::runtime {
 
-// Exclusive access of this thread to the copy stream of the current device, for the lifetime of the object. Work in
-// the queue runs in order.
-//
-// One stream, one peer after the other. If all ranks send to all peers at once, on a stream for each peer,
-// copies have less bandwidth (docs/design/gemm-rs.md#copy-engines).
+// Exclusive access of this thread to the copy stream of the current device, for the lifetime of the object. Work runs
+// in order. One stream, one peer after the other: copies to all peers at once have less bandwidth
+// (docs/design/gemm-rs.md#copy-engines).
 class CopyQueue {
  public:
   CopyQueue();
@@ -31,8 +29,8 @@ class CopyQueue {
   void wait(const uint32_t* address, uint32_t value);
   // Later work on `stream` waits for the work that is in this queue now.
   void join(cudaStream_t stream);
-  // Must be the last call, unless that is join. Consecutive writes and waits of words are batched into one
-  // driver call, because each driver call costs the host some microseconds.
+  // Must be the last call, unless that is join. Consecutive words are one driver call, each of which costs the host
+  // microseconds.
   void submit();
 
  private:

@@ -1,5 +1,5 @@
-// Properties of the current GPU, and access to driver functions without linking libcuda, because the library must
-// load on machines without a driver.
+// Properties of the current GPU, and driver functions without linking libcuda: the library must load where there is no
+// driver.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,9 +12,36 @@ namespace flux::runtime {
 
 constexpr int kMaxDevices = 64;
 
-int current_device();                     // its index, below kMaxDevices
-int num_sms();                            // of the current device; cached
-void* driver_function(const char* name);  // a cuXxx entry point; throws an error that names the needed driver
+// Its index, below kMaxDevices.
+inline int current_device() {
+  int device = 0;
+  FLUX_CUDA_CHECK(cudaGetDevice(&device));
+  FLUX_CHECK(device < kMaxDevices, device);
+  return device;
+}
+
+// Of the current device; cached.
+inline int num_sms() {
+  static std::atomic<int> cache[kMaxDevices];
+  const int device = current_device();
+  int count = cache[device];
+  if (count == 0) {
+    FLUX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    cache[device] = count;
+  }
+  return count;
+}
+
+// A cuXxx entry point; throws an error that names the needed driver.
+inline void* driver_function(const char* name) {
+  constexpr unsigned kDriverVersion = 12000;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  FLUX_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &function, kDriverVersion, cudaEnableDefault, &found));
+  FLUX_CHECK(found == cudaDriverEntryPointSuccess && function != nullptr, "the CUDA driver lacks", name);
+  return function;
+}
 
 // The SMs that a call may use: the given number, or all.
 inline int usable_sms(int given_sms) { return given_sms > 0 ? given_sms : num_sms(); }
@@ -23,7 +50,7 @@ inline int usable_sms(int given_sms) { return given_sms > 0 ? given_sms : num_sm
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 
 // The kernels of a file, and how they are loaded on a device. A static object. A call that waits for peers loads all
-// there are before: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
+// before: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
 class Kernels {
  public:
   explicit Kernels(void (*load)()) : load_(load), next_(newest_) { newest_ = this; }

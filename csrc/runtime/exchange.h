@@ -1,4 +1,5 @@
-// The layout of a sum over ranks: every rank has a matrix [m, n] of 16-bit elements. Defines for each 16-byte
+// The layout of a sum over ranks: every rank has a matrix [m, n] of 16-bit elements. Defines for each 16-byte vector
+// which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and tests.
 // vector which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and
 // tests.
 //
@@ -7,9 +8,8 @@
 //              and sends the sum to all ranks
 //   scatter    every rank owns a shard of rows. Each rank sends every shard to its owner, which sums and keeps it
 //
-// An exchange area on each rank contains one slot for the contribution of each rank, its own included (a sum
-// without a GEMM reads its own part in place instead). Two-shot areas then contain the sums that owners
-// have sent.
+// An exchange area has one slot for the contribution of each rank, its own included (a sum without a GEMM reads its own
+// part in place). Two-shot areas then have the sums that owners have sent.
 #pragma once
 
 #include <cstdint>
@@ -70,8 +70,8 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   return {.m = m, .n = n, .world_size = world_size, .mode = mode, .shard = shard};
 }
 
-// Treats a matrix as one row, but in two-shot mode an owner gets whole rows of the matrix. Needs the space of a
-// matrix whose number of rows is rounded up to a multiple of the world size.
+// Treats a matrix as one row, but in two-shot mode an owner gets whole rows of it: the space is that of a number of
+// rows rounded up to a multiple of the world size.
 inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   Exchange exchange = make_exchange(1, m * n, world_size, mode);
   if (mode == Exchange::Mode::kTwoShot) exchange.shard = (m + world_size - 1) / world_size * n;
@@ -83,9 +83,8 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
   constexpr double kHopUs = 1.7;  // from a store to the peer's poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
-  // With two ranks both modes send the same amount. A sum in a launch of its own (m == 1) is faster two-shot
-  // from this size on, because it accesses local memory less often
-  // (docs/design/decode.md#what-made-the-sum-faster).
+  // With two ranks both send the same amount. A sum in a launch of its own (m == 1) accesses local memory less often
+  // two-shot (docs/design/decode.md#what-made-the-sum-faster).
   constexpr double kAloneTwoShotBytes = 2.5e6;
   if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);
@@ -94,9 +93,9 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
                                                          : Exchange::Mode::kTwoShot;
 }
 
-// A scatter whose contributions travel as int8: every rank has `rows` rows of n elements for each owner. 128 elements of
-// a row are a group with one scale; four groups, as many as a warp quantises at once, are a unit of 16-byte vectors of
-// numbers and one of scales. An exchange area contains one slot for the units of each rank, its own included. No word of
+// A scatter whose contributions travel as int8: every rank has `rows` rows of n elements for each owner. 128 elements
+// of a row are a group with one scale; four groups, which a warp quantises at once, are a unit: 16-byte vectors of
+// numbers and one of scales. An exchange area has one slot for the units of each rank, its own included. No word of
 // them is kAbsent: numbers travel as bytes of q + 127, and scales have no sign.
 struct Int8Scatter {
   int rows, n;

@@ -1,5 +1,5 @@
-// Signals between processes of one host: atomics on 32-bit words in shared memory. Words are passed as addresses,
-// because Python maps the memory. The CPU path uses them where kernels use ld.acquire.sys: the protocol is the same.
+// Signals between processes of one host: atomics on 32-bit words in shared memory, by address, because Python maps it.
+// The CPU path uses them where kernels use ld.acquire.sys: the protocol is the same.
 #pragma once
 
 #include <sched.h>
@@ -32,9 +32,9 @@ inline void cpu_relax() {
 #endif
 }
 
-// Waits until the word has reached `epoch` or `timeout` has passed; returns the last value, acquired. Spins first,
-// for a peer that signals soon; then yields, for a peer on the same core; then sleeps 50 us at a time. `poll` is
-// called about every 50 ms, and may throw to end the wait.
+// Waits until the word has reached `epoch` or `timeout` has passed; returns the last value, acquired. Spins for a peer
+// that signals soon, yields for one on the same core, then sleeps. `poll` is called about every 50 ms, and may throw to
+// end the wait.
 template <class Poll>
 uint32_t wait_at_least(uint64_t address, uint32_t epoch, Clock::duration timeout, Poll&& poll) {
   constexpr int kSpins = 200, kYields = 64;

@@ -47,7 +47,6 @@ class Launch {
   void run(void (*kernel)(Parameters...), const Arguments&... arguments) const {
     FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config_, kernel, arguments...));
   }
-  // The number of such clusters that can be resident at once.
   template <class... Parameters>
   int max_active_clusters(void (*kernel)(Parameters...)) const {
     int count = 0;

@@ -1,5 +1,4 @@
-// The only header that depends on the compiler. Functions marked FLUX_HD also compile with g++, so that CPU tests can
-// enumerate tile orders and plans.
+// The only header that depends on the compiler. What is marked FLUX_HD also compiles with g++: tests enumerate it.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,5 @@
 // The symmetric workspace of a group: the same layout on every rank, accessible through plain pointers. Python
+// allocates and maps the memory (python/flux/comm). Several ranks can share one GPU, as in most kernel tests.
 // allocates and maps the memory (python/flux/comm); nothing here owns it. Several ranks can share one GPU, as in
 // most kernel tests.
 //
@@ -22,8 +23,28 @@ constexpr int64_t kHeaderBytes = 16384;
 // produces.
 constexpr uint32_t kAbsent = 0xFFFFFFFF;
 
-// The largest number of chunks that copy engines send in one call.
 constexpr int kMaxStagedChunks = 64;
+
+// In the headers of calls and in the records of timeouts. Python takes them from here.
+enum OpId : uint32_t {
+  kGemmRs = 1,
+  kAgGemm,
+  kAllGather,
+  kGemmAr,
+  kAllReduce,
+  kRoute,
+  kAgScatterGemm,
+  kGemmGatherRs,
+  kReduceScatter,
+};
+
+// From the id 1 on.
+constexpr const char* kOpNames[] = {
+    "gemm_rs",        "ag_gemm",   "all_gather",          "gemm_ar",
+    "all_reduce",     "moe.route", "moe.ag_scatter_gemm", "moe.gemm_gather_rs",
+    "reduce_scatter",
+};
+static_assert(sizeof(kOpNames) / sizeof(kOpNames[0]) == kReduceScatter);
 
 enum class Failure : uint32_t {
   kNone,
@@ -32,7 +53,6 @@ enum class Failure : uint32_t {
   kOverlap,     // another launch has used the workspace at the same time
 };
 
-// The record that a kernel writes to pinned host memory when a call fails.
 struct ErrorRecord {
   uint32_t code;  // a Failure; written last
   uint32_t op, rank, peer, tile, expected, seen;
@@ -54,8 +74,7 @@ struct Header {
   uint32_t reserved[56];
   // For each chunk that a copy engine sends: the number of finished pieces. The copy stream resets it.
   uint32_t pieces_staged[kMaxStagedChunks];
-  // For each block of rows and each peer: the number of pushed pieces. The CTA that pushes the last piece
-  // resets it.
+  // For each block of rows and each peer: the number of pushed pieces. The CTA that pushes the last one resets it.
   uint32_t pieces_pushed[kHeaderBytes / 4 - 128];
 };
 constexpr int kMaxPushBlocks = sizeof(Header::pieces_pushed) / sizeof(uint32_t);
@@ -75,8 +94,8 @@ struct SymmBuffer {
   uint64_t timeout_ns;
 
   FLUX_HD Header* header() const { return reinterpret_cast<Header*>(peers[rank]); }
-  // Each source has its own region of words, the same in every call. If a word belonged to different sources in
-  // successive calls of different shapes, the faster source could signal for the slower one.
+  // Each source has its own region of words, the same in every call: a word of different sources in calls of different
+  // shapes could be signalled by the faster source for the slower one.
   FLUX_HD uint32_t* signal(int peer, int slot, int index) const {
     const int words_per_slot = static_cast<int>(signal_bytes / sizeof(uint32_t)) / (world_size - 1);
     return reinterpret_cast<uint32_t*>(peers[peer] + kHeaderBytes) + slot * words_per_slot + index;

@@ -1,6 +1,5 @@
 #include "runtime/tensor_map.h"
 
-#include "runtime/check.h"
 #include "runtime/device.h"
 
 namespace flux::runtime {

@@ -27,8 +27,8 @@ struct Matrix {
   int64_t row_stride;  // in elements; the last dimension is contiguous
 };
 
-// A box of box_columns x box_rows is stored in shared memory row by row, with the swizzle of the row's size: 32, 64 or
-// 128 bytes. Elements outside the matrix are read as zero and not written.
+// A box is stored in shared memory row by row, with the swizzle of the row's size: 32, 64 or 128 bytes. Elements
+// outside the matrix are read as zero and not written.
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows);
 
 // Tensor map of fp32 vectors, one in each row of the matrix. A box is a part of one of them, not swizzled.
@@ -61,7 +61,6 @@ class KeptTensorMaps {
   };
 
   using Geometry = std::array<int64_t, 10>;  // what a map is made of, besides its address
-  // The next map; make(map) encodes a whole one.
   template <class Make>
   CUtensorMap next(const void* address, const Geometry& geometry, const Make& make);
 

@@ -251,7 +251,7 @@ LAWS: list[tuple[Callable[[Path], list[str]], str, str]] = [
     (foreign_headers, "csrc/gemm/gemm.cu", "#include <torch/library.h>\n"),
     (foreign_headers, "csrc/runtime/device.h", "  # include <Python.h>\n"),
     (upward_includes, "csrc/gemm_rs/store.cuh", '#include "ag_gemm/plan.h"\n'),
-    (upward_includes, "csrc/runtime/device.cc", '#include "gemm/select.h"\n'),
+    (upward_includes, "csrc/runtime/tensor_map.cc", '#include "gemm/select.h"\n'),
     (one_architecture, "csrc/gemm/finish.cuh", '#include "gemm/sm90/smem.cuh"\n'),
     (python_imports, "python/flux/comm/group.py", "def f():\n    from flux.ops import gemm\n"),
     (python_imports, "python/flux/ops/gemm.py", "import flux\n"),

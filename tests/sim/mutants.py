@@ -45,7 +45,7 @@ KERNELS_OF = {
     "moe_route": ("moe/routing.cu",),
     "grouped_gemm": ("moe/grouped_gemm.cu",),
     "grouped_wgrad": ("moe/grouped_wgrad.cu",),
-    "moe_combine": ("moe/combine.cu",),
+    "moe_combine": ("moe/expert_rows.cu",),
     "expert_rows": ("moe/expert_rows.cu",),
     "moe_layers": (*_LAYERS, "instances/ag_scatter_gemm.cu", "instances/gemm_gather_rs.cu"),
     "copy_queue": (),

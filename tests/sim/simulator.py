@@ -33,7 +33,7 @@ _DEVICE = [*_KERNEL, "-fsanitize=thread", "-fsanitize=alignment", "--param=tsan-
 _HOST = [*_KERNEL, "-Dthread_local="]
 _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/sim/engine", "-x", "c++"]
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
-_RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
+_RUNTIME = ["runtime/tensor_map.cc", "runtime/copy_queue.cc"]
 
 
 def _instances(*names: str) -> list[str]:
@@ -55,9 +55,9 @@ class Program:
 
 
 _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "add_norm", "norm_bits")
-_GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
+_GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "gemm/select.cc"]
 _GATHER += _instances("ag_gemm", "ag_gemm_fp8")
-_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_rows.cu", "gemm/select.cc"]
+_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/expert_rows.cu", "gemm/select.cc"]
 _MOE += ["moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"]
 _MOE += _instances("grouped_gemm_fp8", "ag_scatter_gemm", "gemm_gather_rs", "moe_layers_fp8")
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/int8_sum.cu"]

@@ -2,7 +2,7 @@
 // where tiles go.
 //
 //   loader   warp 0, one thread     TMA loads of A and B into a ring of stages; a pair of CTAs shares A or B;
-//                                   draws the next tile (tile_queue.cuh)
+//                                   draws the next tile
 //   math     warpgroups 1 and 2     wgmma on 64 rows each; then each stages its half tile, slab by slab
 //   storers  warps 1 and 2, one     one for each math warpgroup: stores its slabs to D by TMA, or sends them as the
 //            thread each            Store policy says, and loads the peers' contributions
@@ -13,15 +13,78 @@
 #pragma once
 
 #include "gemm/policy.h"
-#include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/scales.cuh"
 #include "gemm/sm90/smem.cuh"
 #include "gemm/sm90/split_k.cuh"
-#include "gemm/sm90/tile_queue.cuh"
-#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
+
+// --- the tile scheduler ---
+//
+// The loader of a cluster's first CTA draws the next index of the tile order shortly before
+// it has loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster
+// through a short queue in shared memory.
+//
+// Tiles that leave over a link are drawn from a counter in global memory, as late as possible
+// (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing until their contributions
+// have arrived; otherwise it would take a tile that an idle CTA could start.
+//
+// The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
+// tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident
+// cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that other CTAs wait for.
+
+// The state of a role (math warp, storer, loader) that reads the queue.
+template <class Smem>
+struct TileQueueReader {
+  RingCursor<kTileQueue> cursor;
+
+  FLUX_DEVICE int next(const Smem& smem) {
+    ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
+    const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
+    ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
+    cursor.advance();
+    return index;
+  }
+  // Called by all lanes of a warp. Lane 0 reads the entry and releases it itself, so that racecheck sees the order.
+  FLUX_DEVICE int next_for_warp(const Smem& smem) {
+    ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
+    const bool reads = ptx::lane() == 0;
+    int index = reads ? static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index))) : 0;
+    index = __shfl_sync(~0u, index, 0);
+    if (reads) ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
+    cursor.advance();
+    return index;
+  }
+};
+
+// The state of the only writer of the queue: the loader of the cluster's first CTA.
+template <class Smem>
+struct TileQueueWriter {
+  RingCursor<kTileQueue> cursor;
+
+  FLUX_DEVICE void put(const Smem& smem, int cluster_size, int index) {
+    ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
+    if (cluster_size == 1) {
+      ptx::store_shared(smem.tile_index(cursor.index), index);
+      ptx::mbarrier_arrive(smem.tile_full(cursor.index));
+    } else {
+      for (int cta = 0; cta < cluster_size; ++cta) {
+        ptx::mbarrier_arrive_expect_tx_cluster(smem.tile_full(cursor.index), sizeof(index), cta);
+        ptx::store_async_cluster(smem.tile_index(cursor.index), index, smem.tile_full(cursor.index), cta);
+      }
+    }
+    cursor.advance();
+  }
+
+  FLUX_DEVICE void drain(const Smem& smem) {
+    for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
+      ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
+    }
+  }
+};
+
+// --- the kernel ---
 
 constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
 // Of 65,536 registers a CTA uses 128 * 80 + 256 * 208 = 63,488. The storers of GEMM+ReduceScatter spill with 56
@@ -262,8 +325,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
               columns.behind,
               columns.boundary,
               /*pairs=*/!params.scales.blocks};
-          multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kPartN>(params.scales.e5m2, ring, part.num_blocks,
-                                                               products, full, operands, release, promotion);
+          multiply_fp8<E4M3xE4M3, E5M2xE4M3, kPartN>(params.scales.e5m2, ring, part.num_blocks, products,
+                                                     full, operands, release, promotion);
         } else {
           using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
           multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);
@@ -290,8 +353,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
       if constexpr (Store::kGathers || Store::kReduces) {
-        // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
-        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
+        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {  // a wait timed out: NaN until the host raises
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
         }
@@ -314,7 +376,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll
         for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
           if (chunk >= num_chunks) break;
-          const Fragment fragment = pack<Element>(&sums[chunk * kChunkAccumulators]);
+          const uint4 fragment = round<Element>(&sums[chunk * kChunkAccumulators]);
           if (local) {
             stage_rows<panel_n(kTile)>(slab, chunk, thread, fragment);
           } else {

@@ -25,12 +25,10 @@
 
 #include "gemm/finish.cuh"
 #include "gemm/gemm.h"
-#include "gemm/named_barriers.h"
 #include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/scales.cuh"
 #include "gemm/sm90/smem.cuh"
 #include "gemm/swap_ab.h"
-#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 
@@ -261,7 +259,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
             params.scales.weight + column_of(tile) / kScaleBlock * params.k_blocks + first;
         const SwapAbPromotion<kRows, kTile.k_blocks, kScaleBytes> promotion = {
             d, scales + lane % 4 * 8, {params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first}};
-        multiply_fp8<Fp8Pairs<E4M3xE4M3, E4M3xE5M2>, kRows, kTile.k_blocks>(
+        multiply_fp8<E4M3xE4M3, E4M3xE5M2, kRows, kTile.k_blocks>(
             params.scales.e5m2, ring, num_blocks, products, full, operands, release, promotion);
         scale_swapped_sums(params.scales, row_of(tile) + lane % 4 * 2, params.m,
                            column_of(tile) + warp * 16 + lane / 4, params.n, d);
@@ -433,7 +431,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
 }
 
-// Stores the product locally: plain GEMM.
 struct LocalOutput {
   static constexpr bool kSums = false, kGates = true;
   struct Params {
@@ -456,7 +453,6 @@ struct LocalOutput {
   FLUX_DEVICE static void end(const Params&, const SharesBox&) {}
 };
 
-// Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
   static constexpr bool kSums = true, kGates = false;
   using Params = ExchangeParams;

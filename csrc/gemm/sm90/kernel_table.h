@@ -7,12 +7,9 @@
 #include <atomic>
 #include <utility>
 
-#include "gemm/sm90/wgmma.cuh"
-#include "gemm/tile_config.h"
-#include "runtime/check.h"
+#include "gemm/sm90/mainloop.cuh"
 #include "runtime/device.h"
 #include "runtime/launch.h"
-#include "runtime/symm_buffer.h"
 #include "runtime/tensor_map.h"
 
 namespace flux::gemm {

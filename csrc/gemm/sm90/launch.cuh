@@ -4,17 +4,33 @@
 #include <algorithm>
 
 #include "gemm/gemm.h"
-#include "gemm/select.h"
 #include "gemm/sm90/gemm.cuh"
 #include "gemm/sm90/kernel_table.h"
-#include "gemm/sm90/scale_params.cuh"
-#include "runtime/check.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
 
 namespace flux::gemm {
 
-// The instances for 16-bit or for fp8 operands.
+// box_rows: rows of x whose block scales are loaded together.
+inline ScaleParams scale_params(const GemmArgs& args, int box_rows) {
+  const Scales& s = args.scales;
+  ScaleParams params = {};
+  params.x = s.x;
+  params.weight = s.weight;
+  params.x_step = s.x_step;
+  params.weight_step = s.weight_step;
+  params.blocks = s.blocks;
+  params.e5m2 = s.x_dtype == runtime::DType::kE5M2;
+  if (s.blocks) {
+    FLUX_CHECK(args.k() % kScaleBlock == 0, args.k());
+    params.x_blocks =
+        runtime::make_vector_map({s.x, args.k() / kScaleBlock, args.x.rows, s.x_stride}, box_rows);
+  }
+  if (args.dtype == runtime::DType::kFloat32) {
+    params.sums = static_cast<float*>(const_cast<void*>(args.out.data));
+    params.sums_stride = args.out.row_stride;
+  }
+  return params;
+}
+
 template <class Store, bool kFp8>
 struct GemmFamily {
   using Params = GemmParamsFor<kFp8, Store>;
@@ -37,14 +53,6 @@ struct GemmFamily {
     }
   }
 };
-
-// The tile order of a GEMM whose tiles stay here: all rows belong to one shard.
-inline TileOrder plain_order(const GemmArgs& args, const Choice& choice) {
-  TileOrder order = {ceil_div(args.m(), kBlockM), ceil_div(args.n(), kTileConfigs[choice.config].block_n)};
-  order.cluster = choice.cluster;
-  order.group_m = choice.group_m;
-  return order;
-}
 
 // Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand
 // loads one of `boxes` boxes. Each box must start at a multiple of the swizzle's 8 rows.
@@ -81,7 +89,6 @@ void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& orde
     params.scales = scale_params(args, kScaleBoxRows);
     FLUX_CHECK(tile.promotes() || !(params.scales.blocks || params.scales.e5m2), choice.config);
   }
-  // Results in fp32 are stored without it.
   params.d =
       args.dtype == runtime::DType::kFloat32
           ? params.a
@@ -108,7 +115,6 @@ void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& orde
       .run(kernel, params);
 }
 
-// For operands of both kinds.
 template <class Store>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
             int num_sms, const typename Store::Params& store, cudaStream_t stream) {

@@ -3,18 +3,11 @@
 
 #include <algorithm>
 
-#include "gemm/gemm.h"
-#include "gemm/select.h"
 #include "gemm/sm90/gemm_swap_ab.cuh"
-#include "gemm/sm90/kernel_table.h"
-#include "gemm/sm90/scale_params.cuh"
-#include "runtime/check.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
+#include "gemm/sm90/launch.cuh"
 
 namespace flux::gemm {
 
-// The instances for 16-bit or for fp8 operands.
 template <class Output, bool kFp8>
 struct SwapAbFamily {
   using Params = SwapAbParamsFor<kFp8, Output>;

@@ -1,16 +1,149 @@
-// The loop over K of a math warpgroup: waits for stages, multiplies them with wgmma, and releases them to be loaded
-// again. All GEMM kernels share it.
+// The operands of GEMM kernels, and the loop over K of a math warpgroup: it waits for stages, multiplies them with wgmma,
+// and releases them to be loaded again. All GEMM kernels share it.
 #pragma once
 
-#include <type_traits>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
+#include <type_traits>
+#include <utility>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "cute/arch/mma_sm90_gmma_ext.hpp"
 #include "gemm/sm90/smem.cuh"
-#include "gemm/sm90/wgmma.cuh"
-#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 
-// wgmma descriptors of a k-block.
+// --- wgmma of 64 x kN over 32 bytes of K: CUTLASS's atoms, with both operands in shared memory ---
+
+using cute::SM90::GMMA::Major;
+using cute::SM90::GMMA::ScaleOut;
+
+// Pairs of fp8 operands: A and B. Both lie along K.
+struct E4M3xE4M3 {};
+struct E5M2xE4M3 {};
+struct E4M3xE5M2 {};
+
+template <class Operands, int kN, Major kMajorA, Major kMajorB>
+struct WgmmaAtom;
+
+#define FLUX_WGMMA_ATOM(n)                                                           \
+  template <Major kMajorA, Major kMajorB>                                            \
+  struct WgmmaAtom<__nv_bfloat16, n, kMajorA, kMajorB> {                             \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kMajorA, kMajorB>; \
+  };                                                                                 \
+  template <Major kMajorA, Major kMajorB>                                            \
+  struct WgmmaAtom<__half, n, kMajorA, kMajorB> {                                    \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;   \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E4M3xE4M3, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<>;              \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E5M2xE4M3, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_SS_TN<>;              \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E4M3xE5M2, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E5M2_SS_TN<>;              \
+  };
+FLUX_WGMMA_ATOM(8)
+FLUX_WGMMA_ATOM(16)
+FLUX_WGMMA_ATOM(32)
+FLUX_WGMMA_ATOM(64)
+FLUX_WGMMA_ATOM(80)
+FLUX_WGMMA_ATOM(96)
+FLUX_WGMMA_ATOM(112)
+FLUX_WGMMA_ATOM(128)
+FLUX_WGMMA_ATOM(160)
+FLUX_WGMMA_ATOM(192)
+FLUX_WGMMA_ATOM(224)
+FLUX_WGMMA_ATOM(256)
+#undef FLUX_WGMMA_ATOM
+
+// Operands: the type of both, or a pair of fp8 types.
+template <class Operands, int kN, Major kMajorA, Major kMajorB>
+struct Wgmma {
+  static constexpr int kAccumulators = kN / 2;  // fp32 registers of each of the 128 threads
+
+  FLUX_DEVICE static void step(uint64_t a, uint64_t b, float (&d)[kAccumulators], bool accumulate) {
+    call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kAccumulators>());
+  }
+
+ private:
+  template <size_t... kI>
+  FLUX_DEVICE static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators], ScaleOut scale,
+                               std::index_sequence<kI...>) {
+    WgmmaAtom<Operands, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
+  }
+};
+
+// wgmma descriptor of a shared-memory operand with the 128-byte swizzle. Offsets are in bytes; wgmma reads
+// `leading` only for MN-major operands.
+FLUX_DEVICE uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = 1;
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
+         (static_cast<uint64_t>(stride >> 4) << 32) | (kSwizzle128 << 62);
+}
+
+// --- operands: x, and the weight as [N, K] (K-major) or [K, N] (MN-major) ---
+
+constexpr int kPanelK = kBlockBytes / 2;    // elements of a k-block; those of MN-major operands have 16 bits
+constexpr int kPanelBytes = kPanelK * 128;  // MN-major: 64 columns (128 bytes) of all its rows
+
+// Bytes in a stage from one wgmma step of K (32 bytes of a row) to the next.
+template <Major kMajorB>
+constexpr int kBStepBytes = kMajorB == Major::K ? 32 : 16 * 128;
+
+template <Major kMajorB>
+FLUX_DEVICE uint64_t make_b_descriptor(uint32_t address) {
+  return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
+}
+
+// The tensor map and box size of an operand of one tile. A tile at the edge uses smaller boxes, because TMA is
+// slower on rows beyond the edge. The rest of the stage keeps stale data, which affects only results beyond the
+// edge.
+struct Boxes {
+  const CUtensorMap* map;
+  int rows;  // rows of a box (x, K-major weight), or columns of all boxes together (MN-major weight)
+};
+
+// A pair of CTAs whose tiles have the same columns shares B: each fetches half and multicasts it to both.
+template <Major kMajorB, int kBlockN>
+FLUX_DEVICE void load_b(const Boxes& b, uint32_t dst, uint32_t full, int k, int column, int cta,
+                        bool shared) {
+  if constexpr (kMajorB == Major::K) {
+    if (!shared) {
+      ptx::tma_load_2d(b.map, dst, full, k, column);
+    } else {
+      ptx::tma_load_2d_multicast(b.map, dst + cta * b.rows * 128, full, k, column + cta * b.rows, 0b11);
+    }
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < kBlockN / 64; ++panel) {
+      if (panel * 64 >= b.rows) break;
+      if (!shared) {
+        ptx::tma_load_2d(b.map, dst + panel * kPanelBytes, full, column + panel * 64, k);
+      } else {
+        constexpr int kHalf = kPanelK / 2;
+        ptx::tma_load_2d_multicast(b.map, dst + panel * kPanelBytes + cta * kHalf * 128, full,
+                                   column + panel * 64, k + cta * kHalf, 0b11);
+      }
+    }
+  }
+}
+
+FLUX_DEVICE void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int row, int cta, bool shared) {
+  if (!shared) {
+    ptx::tma_load_2d(a.map, dst, full, k, row);
+  } else {
+    ptx::tma_load_2d_multicast(a.map, dst + cta * a.rows * 128, full, k, row + cta * a.rows, 0b11);
+  }
+}
+
+// --- the loop ---
+
 struct Operands {
   uint64_t a, b;
 };
@@ -116,7 +249,6 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
   } else {
     // The stage whose wgmmas may still be running.
     int held = kReleasesEarly ? -1 : 0;
-    // Unrolling would only make the code longer.
 #pragma unroll 1
     for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
       if constexpr (kReleasesEarly) {
@@ -141,25 +273,18 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
   }
 }
 
-// What wgmma multiplies if x is e4m3, or e5m2.
-template <class E4M3, class E5M2>
-struct Fp8Pairs {
-  using OfE4M3 = E4M3;
-  using OfE5M2 = E5M2;
-};
-
-// As `multiply`, for tiles with kN columns that promote. The type of x is no template parameter of kernels: a second
+// As `multiply`, for tiles with kN columns that promote: of OfE4M3 or OfE5M2, as the type of x is. The type of x is no template parameter of kernels: a second
 // mainloop is shorter than a second kernel. Without promotion, ptxas would serialise the wgmmas of both.
-template <class Pairs, int kN, int kBlocks = 1, class Ring, class Full, class GetOperands, class Release,
-          class Promotion>
+template <class OfE4M3, class OfE5M2, int kN, int kBlocks = 1, class Ring, class Full, class GetOperands,
+          class Release, class Promotion>
 FLUX_DEVICE void multiply_fp8(bool e5m2, Ring& ring, int num_stages, float (&d)[kN / 2], const Full& full,
                               const GetOperands& operands, const Release& release, Promotion promotion) {
   if (e5m2) {
-    multiply<Wgmma<typename Pairs::OfE5M2, kN, Major::K, Major::K>, 32, 32, kBlocks>(
-        ring, num_stages, d, full, operands, release, promotion);
+    multiply<Wgmma<OfE5M2, kN, Major::K, Major::K>, 32, 32, kBlocks>(ring, num_stages, d, full, operands,
+                                                                     release, promotion);
   } else {
-    multiply<Wgmma<typename Pairs::OfE4M3, kN, Major::K, Major::K>, 32, 32, kBlocks>(
-        ring, num_stages, d, full, operands, release, promotion);
+    multiply<Wgmma<OfE4M3, kN, Major::K, Major::K>, 32, 32, kBlocks>(ring, num_stages, d, full, operands,
+                                                                     release, promotion);
   }
 }
 

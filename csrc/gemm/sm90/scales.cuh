@@ -2,8 +2,7 @@
 // which are applied to the finished sum (docs/design/fp8.md#scales).
 #pragma once
 
-#include "gemm/sm90/epilogue.cuh"
-#include "runtime/device/ptx.cuh"
+#include "gemm/sm90/mainloop.cuh"
 
 namespace flux::gemm {
 

@@ -3,13 +3,12 @@
 // to the tile, which are loaded in pieces. All addresses are 32-bit shared addresses.
 #pragma once
 
+#include "gemm/elements.cuh"
+#include "gemm/policy.h"
 #include "gemm/shares.cuh"
-#include "gemm/tile_config.h"
-#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 
-// Position in a ring, and the mbarrier phase, which flips at each wrap-around.
 template <int kSize>
 struct RingCursor {
   int index = 0;
@@ -192,5 +191,40 @@ struct SlabRing {
     --in_flight;
   }
 };
+
+// --- staging of accumulators in slabs ---
+//
+// wgmma leaves a 64 x N fp32 tile in the registers of 128 threads. Warp w holds rows 16w..16w+15. In each block
+// of 8 columns, a thread has two adjacent columns of row lane/4, and the same two of row lane/4 + 8. Two such
+// blocks are a chunk of 16 columns: 8 accumulators a thread, or 16 bytes after rounding to a 16-bit type.
+
+// Stages a chunk for a TMA store. f: the eight accumulators of a thread, rounded, in pairs of columns: {left block,
+// row}, {left block, row + 8}, {right block, row}, {right block, row + 8}. A panel has kPanelN columns x 64 rows. The
+// vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
+template <int kPanelN>
+FLUX_DEVICE void stage_rows(uint32_t slab, int chunk, int thread, const uint4& f) {
+  constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
+  const int lane = thread % 32;
+  const int row = thread / 32 * 16 + lane % 16, vector = chunk * (kChunkN / kVector) + lane / 16;
+  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
+  const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
+  ptx::stmatrix_x4(panel + row * kRowBytes + (vector % kPieces ^ swizzle) * 16, f.x, f.y, f.z, f.w);
+}
+
+// Stages a chunk in fragment order (policy.h): one 16-byte store a thread, no bank conflicts, contiguous.
+FLUX_DEVICE void stage_fragments(uint32_t slab, int chunk, int thread, const uint4& f) {
+  ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.x, f.y, f.z, f.w);
+}
+
+// Called by the storer thread: stores 64 rows x `columns` of staged panels to a shard of D by TMA, which drops
+// elements beyond the edges of the shard.
+template <int kPanelN>
+FLUX_DEVICE void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column, int columns,
+                              int num_rows, int n, int shard) {
+  if (row >= num_rows) return;
+  for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
+    ptx::tma_store_3d(d, slab + offset * 64 * kResultBytes, column + offset, row, shard);
+  }
+}
 
 }  // namespace flux::gemm

@@ -7,10 +7,7 @@
 // everything in flight.
 #pragma once
 
-#include "gemm/named_barriers.h"
 #include "gemm/sm90/smem.cuh"
-#include "gemm/tile_order.h"
-#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 

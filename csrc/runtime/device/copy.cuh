@@ -7,8 +7,8 @@
 
 namespace flux::runtime {
 
-// Called by kThreads threads; `thread` is the caller's index. If `src` is null, writes all ones (NaN in every
-// floating-point type). `bytes` is a multiple of 16. A thread has kUnroll loads in flight.
+// Called by kThreads threads. If `src` is null, writes all ones (NaN in every floating-point type). `bytes` is a
+// multiple of 16. A thread has kUnroll loads in flight.
 template <int kThreads, int kUnroll = 4>
 FLUX_DEVICE void copy_bytes(char* dst, const char* src, int bytes, int thread) {
   const uint4 ones = {~0u, ~0u, ~0u, ~0u};

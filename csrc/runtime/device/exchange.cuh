@@ -1,11 +1,9 @@
-// Exchange of 16-byte vectors between ranks without signals: the data itself shows that it has arrived. An
-// exchange buffer initially holds kAbsent, a value that no rank sends. A reader polls a vector until no word of
-// it is kAbsent, and then restores kAbsent. Data takes one trip over the link, without a fence or a flag
-// (docs/design/decode.md#the-sum-the-data-is-the-signal).
+// Exchange of 16-byte vectors between ranks without signals: an exchange buffer holds kAbsent, a value that no rank
+// sends. A reader polls a vector until no word of it is kAbsent, and then restores kAbsent. Data takes one trip over
+// the link, without a fence or a flag (docs/design/decode.md#the-sum-the-data-is-the-signal).
 //
-// Restoring kAbsent cannot overwrite a vector of a later call. Call e+2 uses the buffer of call e. A peer sends
-// in e+2 only after it has finished e+1, and in e+1 it has received a vector that this rank sent after it had
-// finished e.
+// That cannot overwrite a vector of a later call. Call e+2 uses the buffer of call e. A peer sends in e+2 only after it
+// has finished e+1, in which it has received a vector that this rank sent after it had finished e.
 #pragma once
 
 #include "runtime/device/sync.cuh"
@@ -41,7 +39,6 @@ FLUX_DEVICE uint4 presentable(uint4 v) {
   return v;
 }
 
-// Sends a vector of this rank's matrix to the ranks that sum it.
 FLUX_DEVICE void contribute(const runtime::SymmBuffer& symm, const Exchange& x, const sync::Call& call,
                             int row, int column, const uint4& v) {
   if (call.aborted) return;
@@ -55,8 +52,8 @@ FLUX_DEVICE void contribute(const runtime::SymmBuffer& symm, const Exchange& x, 
   for_each_rank(symm, [&](int rank) { ptx::store_relaxed_sys(symm.exchange(rank, call.epoch) + offset, v); });
 }
 
-// Polls a vector until it is complete, or until a deadline has passed in any thread of this rank. Not inlined: it
-// runs rarely, and code that runs once should be short.
+// Polls a vector until it is complete, or a deadline has passed in any thread of this rank. Not inlined: it runs
+// rarely, and code that runs once should be short.
 inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t timeout_ns, const char* address) {
   const uint64_t start = ptx::globaltimer_ns();
   uint4 v;
@@ -69,13 +66,12 @@ inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t time
   return v;
 }
 
-// Restores kAbsent for the next call that uses this buffer.
 FLUX_DEVICE void put_back_absent(char* address) {
   ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
 }
 
-// Waits for a vector whose first load returned `v`. Returns all ones (NaN) after a timeout, also in later calls: what a
-// late peer then sends may belong to a call that this rank has given up.
+// Waits for a vector whose first load returned `v`. All ones (NaN) after a timeout, also in later calls: what a late
+// peer then sends may belong to a call that this rank has given up.
 FLUX_DEVICE uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address, uint4 v,
                        sync::WaitInfo info) {
   if (call.aborted || !is_whole(v)) {
@@ -90,8 +86,8 @@ FLUX_DEVICE uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, 
   return v;
 }
 
-// The contributions of all ranks to one vector, on the rank that sums it. The rank's own contribution is in its
-// slot like the others, or at `own` if that is not null.
+// The contributions of all ranks to one vector, on the rank that sums it. Its own is in its slot like the others, or at
+// `own` if that is not null.
 template <int kSources>
 struct Parts {
   uint4 of[kSources];  // results of the first loads; may be incomplete

@@ -1,5 +1,4 @@
-// Wrappers of PTX instructions, one instruction a function: mbarriers, TMA, bulk copies, memory order, setmaxnreg.
-// Shared-memory addresses are 32-bit (smem_addr).
+// Wrappers of PTX instructions, one a function. Shared-memory addresses are 32-bit (smem_addr).
 #pragma once
 
 #include <cuda.h>
@@ -16,9 +15,9 @@ FLUX_DEVICE uint32_t smem_addr(const void* pointer) {
 
 FLUX_DEVICE uint32_t lane() { return threadIdx.x & 31; }
 
-// elect.sync, called by all lanes of a warp: true in one lane, not always the first. If the branch compared lane
-// numbers instead, the compiler would not know that one thread is active, and would emit a loop over threads of 80
-// cycles for every TMA instruction.
+// elect.sync, called by all lanes of a warp: true in one lane, not always the first. If lane numbers were compared
+// instead, the compiler would not know that one thread is active, and emit a loop over threads for every TMA
+// instruction.
 FLUX_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -83,8 +82,8 @@ FLUX_DEVICE bool named_barrier_and(int id, int threads, bool condition) {
   return all != 0;
 }
 
-// Cluster barrier that does not order memory, because ordering would wait for all accesses in flight. After
-// fence_mbarrier_init it is sufficient to publish initialised mbarriers.
+// Cluster barrier that does not order memory, which would wait for all accesses in flight. After fence_mbarrier_init it
+// is enough to publish initialised mbarriers.
 FLUX_DEVICE void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -103,8 +102,8 @@ FLUX_DEVICE uint32_t address_in(uint32_t cta, uint32_t address) {
   return remote;
 }
 // Arrives on an mbarrier of a CTA of the cluster, to release memory that this thread has read. Release at CTA scope
-// (the default) is enough, because only TMA loads and st.async that depend on the arrival overwrite that memory.
-// Release at cluster scope would cost a full memory barrier each time.
+// (the default) is enough, because only TMA loads and st.async that depend on the arrival overwrite it; at cluster
+// scope it would be a full memory barrier.
 FLUX_DEVICE void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(cta, bar)) : "memory");
 }
@@ -203,14 +202,13 @@ FLUX_DEVICE void tma_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
                : "memory");
 }
 
-// cp.async of 16 bytes to shared memory; writes zeros if not `valid`. Completion is tracked by the thread's next
-// commit group, and by its next mbarrier_arrive_after_copies.
+// cp.async of 16 bytes; writes zeros if not `valid`. Tracked by the next commit group, and by
+// mbarrier_arrive_after_copies.
 FLUX_DEVICE void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same of four bytes.
 FLUX_DEVICE void copy_async_4(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
@@ -255,8 +253,8 @@ FLUX_DEVICE void prefetch_line(const void* address) {
 constexpr int kLineBytes = 128;
 
 FLUX_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all but the newest kPending bulk groups have read their sources in shared memory, which may then be
-// overwritten. Does not wait for the writes to the destinations.
+// Waits until all but the newest kPending bulk groups have read their sources, which may then be overwritten; not for
+// the writes.
 template <int kPending>
 FLUX_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -288,8 +286,7 @@ FLUX_DEVICE uint32_t load_relaxed(const uint32_t* address) {
   return value;
 }
 
-// 16-byte load and store of vectors that ranks exchange without a signal. System scope, so that no stale cache line
-// is used. Each 32-bit word is atomic.
+// Vectors that ranks exchange without a signal. System scope: no stale cache line is used. Each 32-bit word is atomic.
 FLUX_DEVICE void store_relaxed_sys(void* address, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -308,7 +305,7 @@ FLUX_DEVICE uint4 load_relaxed_sys(const void* address) {
 
 // Waits until all writes of the stream's earlier kernels are visible. Returns immediately in an ordinary launch.
 FLUX_DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Lets the stream's next kernel start, if it is a programmatic dependent launch, and run up to
+// Lets the stream's next kernel start, if that is a programmatic dependent launch, and run up to
 // wait_for_earlier_kernels.
 FLUX_DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -318,8 +315,8 @@ FLUX_DEVICE void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint3
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// Stores accumulators as floats. If they were cast to integers, the compiler would keep them as integers through the
-// mainloop, and wgmma would wait for the casts.
+// Stores accumulators as floats: cast to integers, they would be integers in the mainloop, and wgmma would wait for the
+// casts.
 FLUX_DEVICE void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -356,8 +353,8 @@ FLUX_DEVICE float4 load_shared_floats(uint32_t address) {
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-// stmatrix: stores four 8x8 matrices of 16-bit elements, in the register layout of wgmma's accumulators, to rows
-// whose addresses the 32 lanes supply.
+// stmatrix of four 8x8 matrices of 16-bit elements, in the register layout of wgmma's accumulators; lanes supply the
+// rows.
 FLUX_DEVICE void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
                "r"(b), "r"(c), "r"(d)

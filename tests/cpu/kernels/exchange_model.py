@@ -168,7 +168,7 @@ class Protocol:
                 done += take(place, (epoch, "sum", row, column), begin)
         self._end(rank, epoch, done)
 
-    # csrc/gemm_rs/store.cuh and ag_gemm/push.cuh, as far as other calls on the same workspace notice
+    # csrc/gemm_rs/store.cuh and ag_gemm/gather.cuh, as far as other calls on the same workspace notice
 
     def _stored(self, call: Call, rank: int, epoch: int) -> None:
         begin, who = self._begin(rank, epoch), f"rank {rank}, call {epoch},"
@@ -231,7 +231,7 @@ class Protocol:
                 ends += self._read(call, rank, epoch, mine, chunks, sent)
         self._end(rank, epoch, [*ends, *self._joined()])
 
-    # csrc/ag_gemm/copy_engine.cc, before the launch
+    # csrc/ag_gemm/all_gather.cu: push_by_copy_engine, before the launch
 
     def _gathered(self, call: Call, rank: int, epoch: int) -> None:
         chunks = Chunks(call)

@@ -210,8 +210,8 @@ void ag_gemm(uint64_t seed) {
         const auto in_words = [&](const Fp8Values& matrix) -> flux::runtime::Matrix {
           return {matrix.data, matrix.rows, matrix.stride / 2, matrix.stride / 2};
         };
-        flux::ag_gemm::collect(
-            in_words(x), in_words(rows_of_all), region.symm[at], transport.copy_epoch,
+        flux::ag_gemm::all_gather(
+            in_words(x), in_words(rows_of_all), region.symm[at], transport, flux::ag_gemm::Rows::kHere,
             {{x_scales.data, blocks ? 1 : step, x_scales.k_step}, scale_columns, scales_of_all.data},
             nullptr);
       }

@@ -9,6 +9,7 @@
 namespace cases {
 namespace {
 
+using flux::ag_gemm::Rows;
 using flux::ag_gemm::Transport;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
@@ -90,7 +91,8 @@ void all_gather(uint64_t seed) {
     for (int call = 0; call < kCalls; ++call) {
       const auto x = mine.xs[call].matrix();
       if (begins) flux::ag_gemm::begin_all_gather(x, symm, way.of_call(call), nullptr);
-      flux::ag_gemm::all_gather(x, mine.gathered[call].matrix(), symm, way.of_call(call), begins, nullptr);
+      flux::ag_gemm::all_gather(x, mine.gathered[call].matrix(), symm, way.of_call(call),
+                                begins ? Rows::kBegun : Rows::kToSend, {}, nullptr);
       mine.overwrite(call);
     }
   }
@@ -167,8 +169,8 @@ void ag_gemm(uint64_t seed) {
         reuse = true;
       }
       if (collects) {
-        flux::ag_gemm::collect(x, mine.gathered[call].matrix(), symm, way.of_call(call).copy_epoch, {},
-                               nullptr);
+        flux::ag_gemm::all_gather(x, mine.gathered[call].matrix(), symm, way.of_call(call), Rows::kHere, {},
+                                  nullptr);
       }
       mine.overwrite(call);
     }

@@ -67,7 +67,7 @@ Op all_gather(const Setup& setup) {
   op.enqueue = [=](int rank, int call, const SymmBuffer& symm, uint32_t copy_epoch) mutable {
     const flux::ag_gemm::Transport transport = {copy_epoch, copy_epoch > 0 ? 128 : 0};
     flux::ag_gemm::all_gather(at(xs, call, rank).matrix(), at(outs, call, rank).matrix(), symm, transport,
-                              false, nullptr);
+                              flux::ag_gemm::Rows::kToSend, {}, nullptr);
   };
   return op;
 }
@@ -124,8 +124,8 @@ Op ag_gemm(const Setup& setup) {
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm, uint32_t) mutable {
     flux::ag_gemm::ag_gemm(products.args(call, rank, at(outs, call, rank), dtype, config), symm, {0, 0},
                            false, nullptr);
-    flux::ag_gemm::collect(at(products.xs, call, rank).matrix(), at(gathered, call, rank).matrix(), symm, 0,
-                           {}, nullptr);
+    flux::ag_gemm::all_gather(at(products.xs, call, rank).matrix(), at(gathered, call, rank).matrix(), symm,
+                              {0, 0}, flux::ag_gemm::Rows::kHere, {}, nullptr);
   };
   return op;
 }

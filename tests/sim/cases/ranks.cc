@@ -6,8 +6,8 @@
 
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/add_norm.h"
 #include "gemm/finish.cuh"
+#include "gemm/quantize.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm_ar/gemm_ar.h"

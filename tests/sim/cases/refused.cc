@@ -2,7 +2,7 @@
 // that is not possible.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/add_norm.h"
+#include "gemm/quantize.h"
 #include "gemm/swap_ab.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"

@@ -42,6 +42,7 @@ struct CUstreamMemOp {
   CUdeviceptr address;
   cuuint32_t value;
   unsigned flags;
+  CUdeviceptr alias;
 };
 union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;

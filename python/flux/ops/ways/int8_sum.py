@@ -2,7 +2,7 @@
 half the bytes of 16 bits.
 
 Each rank quantises what it has for the others, sends it, and sums what arrives: on GPUs in one kernel
-(csrc/gemm_ar/int8_sum.cuh), elsewhere with torch and one all-to-all. Both have the same bits.
+(csrc/gemm_ar/int8_sum.cu), elsewhere with torch and one all-to-all. Both have the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The wgmma atoms that csrc/gemm/sm90/wgmma.cuh names, as calls of the engine. A further operand type is a further
+// The wgmma atoms that csrc/gemm/sm90/mainloop.cuh names, as calls of the engine. A further operand type is a further
 // sim::Element and a further line of FLUX_SIM_ATOMS.
 #pragma once
 
