@@ -22,8 +22,7 @@ struct Transport {
 void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool reuse, cudaStream_t stream);
 
-// Starts the copies of x, so that other kernels can run before all_gather. x must not change until all_gather
-// is done.
+// Starts the copies of x, so that other kernels can run before all_gather. x must not change until all_gather is done.
 void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       cudaStream_t stream);
 

@@ -67,16 +67,10 @@ struct BlockScaleSource {
   int row, first_block;
 };
 
-// Tiles travel, or rows of x: the kernel has no code for both. With split K every CTA of a cluster would add the peers'
-// contributions.
-template <class Store>
-constexpr bool kIsPossible = !(Store::kReduces && (Store::kGathers || Store::kSplitsK));
-
 // Base of Store policies that neither send tiles nor add peers' contributions to them.
 template <class Params, class Call>
 struct KeepsTiles {
   static constexpr bool kReduces = false;
-#ifdef __CUDACC__
   FLUX_DEVICE static bool is_local(const Params&, const Tile&) { return true; }
   FLUX_DEVICE static void send(const Params&, const Call&, const Tile&, bool, int, int, int, uint32_t) {}
   FLUX_DEVICE static void publish(const Params&, const Call&, const Tile&, int) {}
@@ -86,12 +80,10 @@ struct KeepsTiles {
   template <class Element, class Smem, int kAccumulators>
   FLUX_DEVICE static void add_arrived(const Params&, const Tile&, int, const Smem&, typename Smem::Pieces&,
                                       float (&)[kAccumulators]) {}
-#endif
 };
 
 // Base of Store policies whose x is local: so are its scales.
 struct LocalScales {
-#ifdef __CUDACC__
   template <class GemmParams, class Call>
   FLUX_DEVICE static BlockScaleSource block_scales(const GemmParams& params, const Call&, const Tile&,
                                                    const Source& x) {
@@ -102,7 +94,6 @@ struct LocalScales {
                                              const Source& x) {
     return params.scales.x + static_cast<int64_t>(x.row) * params.scales.x_step;
   }
-#endif
 };
 
 struct Nothing {};
@@ -112,7 +103,6 @@ struct LocalStore : KeepsTiles<Nothing, Nothing>, LocalScales {
   using Params = Nothing;
   using Call = Nothing;
   static constexpr bool kGathers = false, kSplitsK = false;
-#ifdef __CUDACC__
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
   template <class GemmParams>
   FLUX_DEVICE static Source source(const GemmParams& params, const Call&, const Tile& tile) {
@@ -120,7 +110,6 @@ struct LocalStore : KeepsTiles<Nothing, Nothing>, LocalScales {
   }
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static void end(const Params&, const Call&) {}
-#endif
 };
 
 // Plain GEMM with split K.

@@ -1,9 +1,9 @@
 // Which CTAs of a launch sum, and what. A sum has as many shares as its launch has CTAs.
 //
-// Not all CTAs need be resident at once, because another kernel may hold SMs. So no CTA may wait before all CTAs of its
-// launch have sent what others wait for. Tiles wait for nothing. When a CTA has loaded its tiles and sees that all CTAs
-// have begun, it stays to sum. Otherwise it leaves, and a CTA that has not begun gets its SM. The last CTA to begin
-// always stays. CTAs that stay draw the shares of all, before they wait.
+// Not all CTAs need be resident at once, because another kernel may hold SMs. So no CTA may wait before all have sent
+// what others wait for. When a CTA has loaded its tiles and sees that all CTAs have begun, it stays to sum; else it
+// leaves, and one that has not begun gets its SM. The last to begin always stays. CTAs that stay draw the shares of
+// all, before they wait.
 #pragma once
 
 #include "gemm/tile_config.h"

@@ -1,8 +1,7 @@
-// Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight as wgmma's 64-row operand. A tile is kSwapAbN
-// columns of the result and up to 16..192 rows of x. Such a GEMM is bound by reading the weight from memory, so
-// all SMs must load it. If there are fewer tiles than SMs, a cluster of CTAs splits K and adds its partial
-// tiles through distributed shared memory. If rows need two tiles, a pair of CTAs may share the loads of the
-// weight.
+// Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight as wgmma's 64-row operand. A tile is kSwapAbN columns
+// of the result and 16 to 192 rows of x. Such a GEMM is bound by reading the weight, so all SMs must load it: with
+// fewer tiles than SMs, a cluster of CTAs splits K and adds its partial tiles through distributed shared memory. If
+// rows need two tiles, a pair of CTAs may share the loads of the weight.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +26,8 @@ struct SwapAbConfig {
   constexpr int block_k() const { return kBlockBytes / (is_fp8 ? 1 : 2); }
 };
 
-// Two k-blocks in a stage need one wait instead of two. If memory bandwidth is the only limit, one k-block in a
-// stage is better for a single row, and so are fewer stages than fit
-// (docs/design/decode.md#what-made-the-gemm-faster).
+// Two k-blocks in a stage need one wait instead of two. If memory bandwidth is the only limit, one k-block in a stage
+// is better for a single row, and so are fewer stages than fit (docs/design/decode.md#what-made-the-gemm-faster).
 // clang-format off
 constexpr SwapAbConfig kSwapAbConfigs[] = {
     // id, rows, k-blocks, stages, in pairs

@@ -1,9 +1,9 @@
 // The tile shapes for which the GEMM kernel is instantiated.
 //
 // A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in k-blocks of 128 bytes
-// through a ring of `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few
-// slabs are enough for stores to local memory, and leave room for another stage. Slabs for a whole tile let the
-// math warps run ahead of a slow link.
+// through a ring of `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few are
+// enough for stores to local memory, and leave room for another stage; those of a whole tile let the math warps run
+// ahead of a slow link.
 #pragma once
 
 #include <cstdint>
@@ -92,9 +92,8 @@ constexpr int scale_bytes(const TileConfig& c) {
   return c.promotes() ? (kScaleBoxRows * 4 + 127) / 128 * 128 : 0;
 }
 
-// Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16
-// columns of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the
-// largest world size.
+// Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16 columns
+// of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the largest world size.
 constexpr int kChunkN = 16;
 constexpr int kChunkBytes = 64 * kChunkN * kResultBytes;
 constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kResultBytes; }

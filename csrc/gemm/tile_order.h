@@ -10,12 +10,10 @@
 //                peer at a time have more bandwidth than copies to all peers at once
 //   kGathered    x is gathered: own tiles first, then shard by shard in the order of arrival (rank-1, rank-2, ...)
 //
-// If tiles travel, own tiles wait for the peers' tiles. A CTA, or a pair of CTAs that share loads, must
-// therefore never have a remote tile after an own one, or ranks could deadlock. That is why the two regions are
-// rastered separately. Plain GEMM is the case world_size = 1, with one region.
-//
-// Inside a region, rows are walked in groups of `group_m`: all columns of a group before the next group. The
-// tiles in flight at one time then cover a near-square patch, whose rows of A and columns of W stay in L2.
+// If tiles travel, own tiles wait for the peers'. A CTA, or a pair that shares loads, must never have a remote tile
+// after an own one, or ranks could deadlock: so the two regions are rastered separately. Plain GEMM is world_size = 1,
+// with one region. Inside a region, rows are walked in groups of `group_m`, all columns of a group before the next: the
+// tiles in flight cover a near-square patch, whose rows of A and columns of W stay in L2.
 #pragma once
 
 #include "gemm/tile_config.h"
@@ -28,9 +26,8 @@ struct Tile {
   bool valid;  // false: no tile; the idle CTA of a pair at the edge of a region
 };
 
-// What the CTAs of a cluster share. kPairM: the loads of W, for two tiles in one column. kPairN: the loads of
-// x, for two tiles in one row. kSplit2, kSplit3: one tile, of which each CTA multiplies a part of K
-// (split_k.cuh).
+// What the CTAs of a cluster share. kPairM: the loads of W, for two tiles in one column. kPairN: the loads of x, for
+// two tiles in one row. kSplit2, kSplit3: one tile, of which each CTA multiplies a part of K (split_k.cuh).
 enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3, kSplit2 = 4, kSplit3 = 5 };
 constexpr int kMinKSplit = 2, kMaxKSplit = 3;
 

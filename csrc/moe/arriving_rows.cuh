@@ -2,9 +2,8 @@
 // peers' tokens from this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before
 // they compute, in the order in which experts need them (SendOrder).
 //
-// A call ends only after the first signal of every peer has arrived, needed or not. With expert parallelism a
-// rank may need no token of a peer; without the signal it could get two calls ahead, and write to buffers that
-// the peer still reads.
+// A call ends only after the first signal of every peer has arrived: with expert parallelism a rank that needs no token
+// of a peer could get two calls ahead, and write to buffers that the peer still reads.
 #pragma once
 
 #include "moe/plan.h"

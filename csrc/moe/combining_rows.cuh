@@ -1,14 +1,11 @@
-// Layer 1 as a Rows policy of the grouped GEMM: its rows are local and sorted. Tiles are computed in chunks of
-// columns, and a finished chunk is summed while the next one is computed. For each token of a peer, the weighted sum
-// of its choices' rows is sent to the peer's slots. For each own token, the weighted sum and the peers' contributions
-// are added in rank order.
+// Layer 1 as a Rows policy of the grouped GEMM: its rows are local and sorted. Tiles are computed in chunks of columns,
+// and a finished chunk is summed while the next one is computed: for each token of a peer, the weighted sum of its
+// choices' rows is sent to the peer's slots; for each own token, it and the peers' contributions are added in rank
+// order.
 //
-// Each warpgroup works independently, in units of a block of tokens. It first writes the locations of these
-// tokens' rows to shared memory, so that the copies of the rows need no lookup. A thread has the copies for its
-// next vectors in flight while it sums one vector.
-//
-// A call ends only after the first block of every peer's first chunk has arrived, needed or not (see
-// arriving_rows.cuh).
+// Each warpgroup works independently, in units of a block of tokens. It first writes the locations of these tokens'
+// rows to shared memory. A thread has the copies for its next vectors in flight while it sums one. A call ends only
+// after the first block of every peer's first chunk has arrived, needed or not (see arriving_rows.cuh).
 #pragma once
 
 #include "moe/plan.h"
@@ -198,8 +195,7 @@ struct CombiningRows {
     }
   }
 
-  // Waits for the peers' contributions to the tokens of the block. If a peer sends nothing, waits for its first
-  // block.
+  // Waits for the peers' contributions to the tokens of the block. If a peer sends nothing, waits for its first block.
   FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, Block& block,
                                          const CommUnit& unit, int thread) {
     bool here = true;

@@ -8,9 +8,9 @@
 //            thread each
 //   math     warpgroups 1 and 2     wgmma on 64 of n each; then each stages its half tile, slab by slab
 //
-// Rows of other experts must not even be multiplied by zero, because they may be infinite. The last k-block of such a
-// tile therefore completes on a barrier that only the cleaner waits for, and the cleaner completes the barrier of the
-// math warps: their loop is that of all GEMM kernels.
+// Rows of other experts must not even be multiplied by zero: they may be infinite. The last k-block of such a tile
+// completes on a barrier that only the cleaner waits for, which completes that of the math warps: their loop is that of
+// all GEMM kernels.
 #include <algorithm>
 
 #include "gemm/sm90/instances.cuh"

@@ -23,11 +23,10 @@ struct OwnChoices {
   bool whole_vectors = false;
 };
 
-// Computes the routing from the choices of all ranks, with the same result as route_on_host. Fills the arrays of `out`
-// and `weights` [world_size][max_tokens][top_k], all in device memory. A collective: the exchange buffers of the
-// workspace must have route_exchange_bytes(); `symm` may be null for one rank, or for no tokens.
-// `scratch` has route_scratch_words() words and need not be initialised. The launch is cooperative, and can be captured
-// in a CUDA graph.
+// Computes the routing from the choices of all ranks, as route_on_host does. Fills the arrays of `out` and `weights`
+// [world_size][max_tokens][top_k], in device memory. A collective: the exchange buffers have route_exchange_bytes();
+// `symm` may be null for one rank, or for no tokens. `scratch`: route_scratch_words() words. A cooperative launch,
+// which CUDA graphs can capture.
 void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
            const RoutingArrays& out, float* weights, int32_t* scratch, cudaStream_t stream);
 
@@ -125,8 +124,7 @@ void grouped_wgrad(const GroupedWgradArgs& args, cudaStream_t stream);
 // --- layers in one launch each (COMET, arXiv 2502.19811, sections 3 and 4) ---
 
 // Layer 0. args.out = activation(x_sorted * weight^T), where x_sorted has the tokens of all ranks in the order of the
-// routing. args.x holds this rank's tokens. The routing provides the schedule: offsets, rows and schedule of args are
-// not read.
+// routing, which provides the schedule (not args), and args.x holds this rank's tokens.
 void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const RoutingArrays& routing,
                      const runtime::SymmBuffer& symm, cudaStream_t stream);
 
@@ -139,8 +137,8 @@ struct CombineArgs {
 };
 
 // Layer 1. combine.out = for each token of this rank, the sum over ranks and choices of weight * (its row of x * W^T).
-// args.x [max_rows, k] is in the order of the routing, which also provides the schedule. args.out [max_rows, n] is
-// scratch memory for the products. args.config must be given, because the chunks are counted in its tiles.
+// args.x [max_rows, k] is in the order of the routing, which provides the schedule. args.out [max_rows, n]: scratch
+// memory for the products. args.config must be given: chunks are counted in its tiles.
 void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream);
 

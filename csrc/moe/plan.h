@@ -1,9 +1,9 @@
-// The layout of the rows of a mixture of experts, and the order in which they are computed and sent. Pure
-// functions, shared by kernels, host, CPU path and tests. docs/design/moe.md has the reasons.
+// The layout of the rows of a mixture of experts, and the order in which they are computed and sent: pure functions,
+// shared by kernels, host, CPU path and tests (docs/design/moe.md).
 //
-// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are divided into
-// ep_size slices. tp_size consecutive ranks share the experts of a slice, and each holds a part of the columns
-// of every expert. So ep_size = 1 is tensor parallelism, and ep_size = world_size is expert parallelism.
+// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are divided into ep_size
+// slices; tp_size consecutive ranks share those of a slice, each a part of the columns of every expert. So ep_size = 1
+// is tensor parallelism, and ep_size = world_size is expert parallelism.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +64,8 @@ struct Layout {
   FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  // Blocks are small, so that the sums that remain after the last tile occupy all SMs. A chunk has about 128 blocks
-  // for each rank, and an SM sums three blocks at a time (docs/design/moe.md#layer-1-chunks-communication-ctas).
+  // Small, so that the sums that remain after the last tile occupy all SMs
+  // (docs/design/moe.md#layer-1-chunks-communication-ctas).
   FLUX_HD static int block_rows(int max_tokens) {
     constexpr int kFewest = 8, kBlocks = 128;
     int rows = kFewest;
@@ -80,8 +80,7 @@ struct Layout {
 // CTAs would be resident.
 constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512, kMostRouteThreads = 1024;
 constexpr int kManyRouteCtas = 100;
-// A launch leaves so many SMs free. Kernels that wait for other ranks, such as NCCL's, take them: without them, a rank
-// whose routing runs and a rank whose NCCL runs would wait for each other.
+// SMs that a launch leaves to kernels that wait for other ranks, such as NCCL's: or both would wait for each other.
 constexpr int kSmsOfOthers = 32;
 
 FLUX_HD int route_threads(const Layout& layout) {
@@ -139,9 +138,8 @@ struct SendOrder {
     return share;
   }
   FLUX_HD int begin(int share) const { return share == 0 ? 0 : ends[share - 1]; }
-  // The first experts, up to the end of share 1. Their tiles with only own tokens are computed first, to overlap with
-  // the transfer of the first share. Doing so for all experts would take longer than that transfer, and would read
-  // every weight twice.
+  // The first experts, up to the end of share 1: their tiles with only own tokens are computed first, while the first
+  // share travels. Those of all experts would take longer, and read every weight twice.
   FLUX_HD int early_experts() const { return ends[shares > 1 ? 1 : 0]; }
 
   // Peers take turns, and each rank starts with a different one, so that no peer receives from all ranks at once.
@@ -259,9 +257,8 @@ struct CommUnit {
   int block;
 };
 
-// The order in which communication CTAs draw units. Own blocks wait for peers, so they come one chunk later and rarely
-// have to wait. When a unit waits, all earlier units have been drawn, by CTAs that wait at most for earlier chunks. So
-// ranks cannot deadlock.
+// The order in which communication CTAs draw units. Own blocks wait for peers, so they come one chunk later. When a
+// unit waits, all earlier ones have been drawn, by CTAs that wait at most for earlier chunks: ranks cannot deadlock.
 struct CommOrder {
   int world_size;
   int rank;
@@ -289,10 +286,9 @@ struct CommOrder {
   }
 };
 
-// The number of CTAs that start with communication (COMET's adaptive assignment, arXiv 2502.19811). SMs are divided in
-// proportion to the work, in microseconds of one SM, so that GEMM and communication end at the same time. With few
-// rows an expert the GEMM is bound by reading its weights, which seven eighths of the SMs do equally fast. The rates of
-// an SM are fitted to sweeps over this number (docs/design/moe.md#layer-1-chunks-communication-ctas).
+// The number of CTAs that start with communication (COMET's adaptive assignment, arXiv 2502.19811): SMs are divided in
+// proportion to the work, in microseconds of one SM. With few rows an expert the GEMM is bound by reading its weights,
+// which seven eighths of the SMs do equally fast. Rates: docs/design/moe.md#layer-1-chunks-communication-ctas.
 inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
                               int world_size, int num_sms, int operand_bytes = 2) {
   constexpr double kFlopsPerSmUs = 4.5e6;

@@ -1,10 +1,10 @@
 // Routing on the GPU. Ranks exchange the choices of their tokens, and sort (token, expert) pairs by expert with a
-// stable counting sort, in the order of steps and tokens. Each CTA handles kThreads tokens of one source, one token a
-// thread. It sends the choices of own tokens to all peers, or waits for those of a peer's tokens.
+// stable counting sort, in the order of steps and tokens. Each CTA handles kThreads tokens of one source: it sends the
+// choices of own tokens to all peers, or waits for those of a peer's.
 //
-// The result does not depend on timing. Within a warp, the order of tokens comes from one word for each expert, in
-// which each lane that chose the expert sets its bit; between warps and CTAs, from counts. One grid-wide barrier
-// separates counting from placing. One additional CTA writes the tile schedule.
+// The result does not depend on timing: within a warp, the order comes from one word for each expert, in which each
+// lane that chose it sets its bit; between warps and CTAs, from counts. One grid-wide barrier separates counting from
+// placing. One more CTA writes the tile schedule.
 #include <cooperative_groups.h>
 
 #include <algorithm>

@@ -1,7 +1,6 @@
 // The layout of a sum over ranks: every rank has a matrix [m, n] of 16-bit elements. Defines for each 16-byte vector
+// which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and tests. vector
 // which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and tests.
-// vector which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and
-// tests.
 //
 //   one-shot   every rank sends its whole matrix to all ranks, and every rank sums everything
 //   two-shot   every rank owns a shard of columns. Each rank sends every shard to its owner; the owner sums the shard

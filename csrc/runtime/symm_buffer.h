@@ -19,8 +19,7 @@ namespace flux::runtime {
 constexpr int kMaxWorldSize = 8;
 constexpr int64_t kHeaderBytes = 16384;
 
-// The content of an exchange buffer where no data has arrived: two 16-bit NaNs that no conversion from fp32
-// produces.
+// The content of an exchange buffer where no data has arrived: two 16-bit NaNs that no conversion from fp32 produces.
 constexpr uint32_t kAbsent = 0xFFFFFFFF;
 
 constexpr int kMaxStagedChunks = 64;

@@ -7,8 +7,8 @@
 //   storers  warps 1 and 2, one     one for each math warpgroup: stores its slabs to D by TMA, or sends them as the
 //            thread each            Store policy says, and loads the peers' contributions
 //
-// Separate storers hide the latency of remote stores. All CTAs finish a tile at about the same time, and a link
-// takes far longer than local memory to accept that burst. Meanwhile the math warps run the next mainloop
+// Separate storers hide the latency of remote stores: all CTAs finish a tile at about the same time, and a link takes
+// far longer than memory to accept that. Meanwhile the math warps run on
 // (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
@@ -22,17 +22,14 @@ namespace flux::gemm {
 
 // --- the tile scheduler ---
 //
-// The loader of a cluster's first CTA draws the next index of the tile order shortly before
-// it has loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster
-// through a short queue in shared memory.
+// The loader of a cluster's first CTA draws the next index of the tile order shortly before it has loaded the last
+// k-block of its tile, and passes it to every role of every CTA of the cluster through a short queue in shared memory.
 //
 // Tiles that leave over a link are drawn from a counter in global memory, as late as possible
-// (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing until their contributions
-// have arrived; otherwise it would take a tile that an idle CTA could start.
-//
-// The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
-// tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident
-// cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that other CTAs wait for.
+// (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing before they have arrived:
+// an idle CTA could start it. The order itself does not change: a local tile is drawn only after every remote tile has
+// been drawn by a resident cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that others
+// wait for.
 
 // The state of a role (math warp, storer, loader) that reads the queue.
 template <class Smem>

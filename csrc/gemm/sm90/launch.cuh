@@ -40,7 +40,9 @@ struct GemmFamily {
 
   template <class Element, Major kMajorB, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
-    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize && kIsPossible<Store>);
+    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
+    // Tiles travel, or rows of x. With split K every CTA of a cluster would add the peers' contributions.
+    static_assert(!(Store::kReduces && (Store::kGathers || Store::kSplitsK)));
     constexpr TileConfig kConfig = kTileConfigs[kTile];
     if constexpr (kConfig.is_fp8() != kFp8 || (Store::kSplitsK && !supports_split(kConfig)) ||
                   (Store::kReduces   ? !supports_sending(kConfig)

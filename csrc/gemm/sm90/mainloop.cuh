@@ -24,30 +24,18 @@ struct E4M3xE4M3 {};
 struct E5M2xE4M3 {};
 struct E4M3xE5M2 {};
 
+// The instruction for a shape is the type that atom_of returns.
 template <class Operands, int kN, Major kMajorA, Major kMajorB>
-struct WgmmaAtom;
+struct Shape {};
 
-#define FLUX_WGMMA_ATOM(n)                                                           \
-  template <Major kMajorA, Major kMajorB>                                            \
-  struct WgmmaAtom<__nv_bfloat16, n, kMajorA, kMajorB> {                             \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kMajorA, kMajorB>; \
-  };                                                                                 \
-  template <Major kMajorA, Major kMajorB>                                            \
-  struct WgmmaAtom<__half, n, kMajorA, kMajorB> {                                    \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;   \
-  };                                                                                 \
-  template <>                                                                        \
-  struct WgmmaAtom<E4M3xE4M3, n, Major::K, Major::K> {                               \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<>;              \
-  };                                                                                 \
-  template <>                                                                        \
-  struct WgmmaAtom<E5M2xE4M3, n, Major::K, Major::K> {                               \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_SS_TN<>;              \
-  };                                                                                 \
-  template <>                                                                        \
-  struct WgmmaAtom<E4M3xE5M2, n, Major::K, Major::K> {                               \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E5M2_SS_TN<>;              \
-  };
+#define FLUX_WGMMA_ATOM(n)                                                                                \
+  template <Major A, Major B>                                                                             \
+  cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<A, B> atom_of(Shape<__nv_bfloat16, n, A, B>);          \
+  template <Major A, Major B>                                                                             \
+  cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<A, B> atom_of(Shape<__half, n, A, B>);                   \
+  cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<> atom_of(Shape<E4M3xE4M3, n, Major::K, Major::K>); \
+  cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_SS_TN<> atom_of(Shape<E5M2xE4M3, n, Major::K, Major::K>); \
+  cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E5M2_SS_TN<> atom_of(Shape<E4M3xE5M2, n, Major::K, Major::K>);
 FLUX_WGMMA_ATOM(8)
 FLUX_WGMMA_ATOM(16)
 FLUX_WGMMA_ATOM(32)
@@ -75,7 +63,7 @@ struct Wgmma {
   template <size_t... kI>
   FLUX_DEVICE static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators], ScaleOut scale,
                                std::index_sequence<kI...>) {
-    WgmmaAtom<Operands, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
+    decltype(atom_of(Shape<Operands, kN, kMajorA, kMajorB>()))::fma(a, b, d[kI]..., scale);
   }
 };
 
@@ -101,9 +89,8 @@ FLUX_DEVICE uint64_t make_b_descriptor(uint32_t address) {
   return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
 }
 
-// The tensor map and box size of an operand of one tile. A tile at the edge uses smaller boxes, because TMA is
-// slower on rows beyond the edge. The rest of the stage keeps stale data, which affects only results beyond the
-// edge.
+// The tensor map and box size of an operand of one tile. A tile at the edge uses smaller boxes, because TMA is slower
+// on rows beyond the edge. The rest of the stage keeps stale data, which affects only results beyond the edge.
 struct Boxes {
   const CUtensorMap* map;
   int rows;  // rows of a box (x, K-major weight), or columns of all boxes together (MN-major weight)

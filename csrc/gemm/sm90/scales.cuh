@@ -7,9 +7,8 @@
 namespace flux::gemm {
 
 struct ScaleParams {
-  // Without block scales: of row i of x at x[i * x_step], and of column j of the result at weight[j * weight_step].
-  // A step of 0: one scale for all.
-  // With block scales: x by `x_blocks`, and weight[j / kScaleBlock][k_block].
+  // Without block scales: of row i of x at x[i * x_step], and of column j of the result at weight[j * weight_step]. A
+  // step of 0: one scale for all. With block scales: x by `x_blocks`, and weight[j / kScaleBlock][k_block].
   const float *x, *weight;
   int x_step, weight_step;
   bool blocks;

@@ -156,8 +156,7 @@ struct Smem {
   __device__ uint32_t barrier(int index) const { return scales(kTile.stages) + index * 8; }
 };
 
-// A storer's view of its warpgroup's slabs: takes them in order, and releases each after its bulk copies have
-// read it.
+// A storer's view of its warpgroup's slabs: takes them in order, and releases each after its bulk copies have read it.
 template <class Smem>
 struct SlabRing {
   typename Smem::Slabs filled, freed;
