@@ -4,6 +4,7 @@ test_doc_examples.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -68,11 +69,17 @@ def test_examples_are_python(page: Path) -> None:
 
 
 def signatures(text: str) -> dict[str, str]:
-    """Functions and classes whose arguments a page lists, in blocks that are no program."""
+    """Functions and classes whose arguments a page lists: in blocks that are no program, or first in rows."""
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     listed = "\n".join(block for language, block in blocks if not language)
     calls = re.findall(r"^(?:\w+ += +)?((?:flux\.)?[\w.]+)\(([^()]*)\)", listed, re.MULTILINE)
+    calls += re.findall(r"^\| `((?:flux\.)?[\w.]+)\(([^()`]*\*[^()`]*)\)`", text, re.MULTILINE)
     return {name: arguments for name, arguments in calls if hasattr(flux.layers, name) or "flux." in name}
+
+
+def named(name: str) -> Callable[..., object]:
+    parts = name.removeprefix("flux.").split(".")
+    return functools.reduce(getattr, parts, flux if name.startswith("flux.") else flux.layers)
 
 
 def taken(function: Callable[..., object]) -> list[tuple[str, object, object]]:
@@ -80,19 +87,52 @@ def taken(function: Callable[..., object]) -> list[tuple[str, object, object]]:
     return [(each.name, each.kind, each.default) for each in found]
 
 
+def is_signature(name: str, arguments: str) -> bool:
+    """Whether these are the function's names, order, kinds and defaults; before "..." some of them."""
+    some, told = arguments.endswith("..."), dict[str, Any](torch=torch)
+    exec(f"def function({arguments.rstrip(', *.') if some else arguments}): pass", told)
+    listed, own = taken(told["function"]), taken(named(name))
+    return listed == ([each for each in own if each in listed] if some else own)
+
+
+def wrong_arguments(text: str) -> list[str]:
+    """Signatures that are not the code's; and names in tables of arguments, and keywords in code spans, that
+    no such function has.
+    """
+    own = signatures(text)
+    wrong = [name for name, arguments in own.items() if not is_signature(name, arguments)]
+    known = {parameter for name in own or LISTED for parameter in inspect.signature(named(name)).parameters}
+    for rows in re.findall(r"^\| argument \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
+        cells = " ".join(row.split("|")[1] for row in rows.splitlines())
+        wrong += [name for name in re.findall(r"`(\w+)`", cells) if name not in known]
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name, arguments in re.findall(r"`(flux\.[\w.]+)\(([^()`]*)\)`", prose):
+        parameters = inspect.signature(named(name)).parameters
+        wrong += [f"{name}: {key}" for key in re.findall(r"(\w+)=", arguments) if key not in parameters]
+    return wrong
+
+
+LISTED = {name for page in PAGES for name in signatures(page.read_text())}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_signatures_are_those_of_the_code(page: Path) -> None:
-    for name, arguments in signatures(page.read_text()).items():
-        told: dict[str, Any] = {"torch": torch}
-        exec(f"def function({arguments}): pass", told)
-        function = flux.layers
-        for part in name.split("."):
-            function = flux if part == "flux" else getattr(function, part)
-        assert taken(told["function"]) == taken(function), name
+def test_arguments_are_those_of_the_code(page: Path) -> None:
+    assert wrong_arguments(page.read_text()) == []
 
 
-def test_signatures_are_found() -> None:
-    found = {name for page in PAGES for name in signatures(page.read_text())}
-    assert found >= {"flux.gemm_rs", "flux.moe.route", "flux.moe.MoEMLP", "column_linear"}
-    text = "```\nout = flux.gemm(x, weight,\n          bias=None)\n```\n```python\nflux.gemm(x, w)\n```\n"
-    assert signatures(text) == {"flux.gemm": "x, weight,\n          bias=None"}
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```\nflux.wgrad_accum(grad_output, x, main_grad)  # adds\n```\n", []),
+        ("```\nflux.wgrad_accum(x, grad_output, main_grad)\n```\n", ["flux.wgrad_accum"]),
+        ("```\nflux.all_gather(x, group=None, out=None)\n```\n", ["flux.all_gather"]),
+        ("| `RMSNorm(hidden_size, eps=1e-6, *, ...)` |\n", []),
+        ("| `RMSNorm(hidden_size, eps=1e-5, *, ...)` |\n", ["RMSNorm"]),
+        ("| argument | |\n|---|---|\n| `weight`, `scale` | of it |\n", ["scale"]),
+        ("call `flux.reserve(max_m=8,\nrows=8)` before", ["flux.reserve: rows"]),
+        ("```python\nflux.gemm(x, w)\n```\n", []),
+    ],
+)
+def test_wrong_arguments_are_found(text: str, wrong: list[str]) -> None:
+    assert wrong_arguments(text) == wrong
+    assert {"flux.gemm_rs", "flux.moe.route", "flux.moe.MoEMLP", "column_linear", "ParallelMLP"} <= LISTED
