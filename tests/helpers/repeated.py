@@ -347,4 +347,6 @@ def told(named: dict[int, str], addresses: list[int | None]) -> list[str | None]
 def flat(results: Any) -> list[torch.Tensor]:
     if isinstance(results, torch.Tensor):
         return [results]
-    return [entry for result in results for entry in flat(result)]
+    return (
+        [entry for result in results for entry in flat(result)] if isinstance(results, (list, tuple)) else []
+    )

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import asked_of_one_and_of_several, opcheck, scenario_test
+from cases import asked_at, opcheck, scenario_test
 from dense_calls import differs
 from effort import some
 
@@ -181,7 +181,7 @@ def activations(rank: int, p: int) -> None:
         torch.testing.assert_close(rows[:count], expected)
 
 
-@asked_of_one_and_of_several
+@asked_at(2)
 def torch_sees(rank: int, p: int) -> None:
     case = layouts(p)[2]
     routing = case.route(rank)

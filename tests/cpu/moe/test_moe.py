@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Calls
+from cases import Calls, compare
 from effort import some
 
 import flux
@@ -43,13 +43,6 @@ CASES = {
 RANDOM = {1: some(6), 2: some(24), 4: some(30)}
 
 
-def differ(result: torch.Tensor, expected: torch.Tensor) -> str:
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-    wrong = (result != expected).sum().item()
-    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
-
-
 def run(case: MoeCase, rank: int, group: Any = None, references: bool = True) -> str:
     ids, weights = case.routing(rank)
     routing = flux.moe.route(
@@ -68,7 +61,7 @@ def run(case: MoeCase, rank: int, group: Any = None, references: bool = True) ->
             ("reference of ag_scatter_gemm", by_torch, expected0),
             ("reference of gemm_gather_rs", reference.gemm_gather_rs(hidden, w2, routing), expected1),
         ]
-    return next((f"{what}: {differ(a, b)}" for what, a, b in results if differ(a, b)), "")
+    return next((f"{what}: {compare(a, b)}" for what, a, b in results if compare(a, b)), "")
 
 
 def late_signals(rank: int) -> Any:
@@ -146,34 +139,6 @@ def test_unfused_gives_the_same(world_size: int) -> None:
     assert told == [""] * world_size
 
 
-def torch_sees(rank: int, world_size: int) -> str:
-    """opcheck, fakes and torch.compile, in the same order on all ranks."""
-    name = dist.group.WORLD.group_name
-    case = MoeCase((6, 5), 8, 10, 4, 2, ep_size=2, dtype=torch.float32)
-    ids, weights = case.routing(rank)
-    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
-    ops = torch.ops.flux
-    torch.library.opcheck(ops.moe_route.default, (ids, weights, 4, 2, 6, name, None))
-    routing = flux.moe.route(ids, weights, 4, ep_size=2, max_tokens=6)
-    hidden = torch.ones(routing.rows.shape[0], 10)
-    arguments = (list(routing[:11]), 4, 2, 6, len(x))
-    torch.library.opcheck(ops.moe_ag_scatter_gemm.default, (x, w1, *arguments, "swiglu", name))
-    torch.library.opcheck(ops.moe_gemm_gather_rs.default, (hidden, w2, *arguments, None, name))
-
-    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        routing = flux.moe.route(ids, weights, 4, group=dist.group.WORLD, ep_size=2, max_tokens=6)
-        hidden = flux.moe.ag_scatter_gemm(x * 2, w1, routing)
-        return flux.moe.gemm_gather_rs(torch.relu(hidden), w2, routing) + 1
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, ids, weights), layer(x, ids, weights))
-    return ""
-
-
-def test_torch_sees_operators() -> None:
-    assert spawn(torch_sees, 2, backend="gloo") == [""] * 2
-
-
 OPERATORS = ["moe_route", "moe_ag_scatter_gemm", "moe_gemm_gather_rs"]
 
 
@@ -203,7 +168,7 @@ def without_dispatcher(rank: int, world_size: int) -> str:
                 direct = layer(case, *given)
             if calls.names != OPERATORS or later.names:
                 return f"case {number}: the dispatcher saw {calls.names}, then {later.names}"
-            wrong = "; ".join(filter(None, map(differ, direct, dispatched)))
+            wrong = "; ".join(filter(None, map(compare, direct, dispatched)))
             if wrong:
                 return f"case {number}: {wrong}"
             places = [t.untyped_storage().data_ptr() for t in (*given, *direct) if t.numel()]

@@ -281,6 +281,8 @@ def torch_sees(rank: int, p: int) -> str:
     ids = (torch.arange(12).view(6, 2) + rank) % 4
     scores, x, w1, w2 = torch.rand(6, 2), torch.randn(6, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     ops = torch.ops.flux
+    for ep_size in (1, 2):
+        torch.library.opcheck(ops.moe_route.default, (ids, scores, 4, ep_size, 6, name, None))
     routing = flux.moe.route(ids, scores, 4)
     tensors = [*routing[:10], leaf(routing.weights)]
     hidden = torch.randn(routing.rows.shape[0], 6)

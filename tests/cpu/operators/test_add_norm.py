@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from repeated import Machine, roles, tensor, told
 from test_repeated_fp8 import alone  # noqa: F401  (a fixture)
 
 from flux.ops import add_norm
@@ -24,19 +21,6 @@ def test_without_a_kernel() -> None:
     norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-3) * weight
     torch.testing.assert_close(result.float(), norm, atol=1e-2, rtol=1e-2)
     assert add_norm_(total[:0], residual[:0], weight, 1e-3).shape == (0, 16)
-
-
-def test_a_call_is_repeated(machine: Machine, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(add_norm, "_fits", lambda *tensors: True)
-    for eps in (1e-5, 1e-6):
-        machine.repeated.clear()
-        add_norm_(tensor(4, 16), tensor(4, 16), tensor(16), eps)
-        given = {"total": tensor(4, 16), "residual": tensor(4, 16), "weight": tensor(16)}
-        result = add_norm_(*given.values(), eps)
-        assert result.shape == (4, 16) and result.dtype == torch.bfloat16
-        wanted = ["total", "residual", "weight", "result 0"]
-        assert [told(roles(given, result), addresses) for _, addresses, _ in machine.repeated] == [wanted]
-    assert len(alone) == 2
 
 
 @pytest.mark.parametrize("what", ["columns", "dtype", "rows apart", "address", "weight's dtype", "none"])

@@ -5,7 +5,6 @@ sees the operators. One set of processes per world size runs all scenarios; each
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import pytest
 import references
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_at, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
+from cases import asked_at, opcheck, scenario_test
 from dense_calls import differs
 from effort import some
 from test_fp8_gemm import MUTANTS
@@ -250,41 +249,39 @@ def random_data(rank: int, p: int) -> None:
             assert ((result.double() - exact).abs() <= most).all()
 
 
-@asked_of_one_and_of_several
+@asked_at(2)  # what is behind the scales is the same for all kinds, and one rank is as without scales
 def torch_sees(rank: int, p: int) -> None:
     name = dist.group.WORLD.group_name
     ops = torch.ops.flux
-    for kind in KINDS:
-        case = ScaledCase(4 * p, 24, 260, p, kind, sums=True)
-        x, weight, scale_x, scale_w, _ = case.inputs(rank)
-        how = (scale_x, scale_w, torch.float16, "promoted")
-        of_list = (scale_x, [scale_w], torch.float16, "promoted")
-        out, whole = torch.zeros(4, 24, dtype=torch.float16), torch.zeros(4 * p, 24, dtype=torch.float16)
-        ag_call, norm = (x, [weight], [], False, True, name), torch.ones(24, dtype=torch.float16)
-        quant = ("group128", None, False, True)
-        opcheck(ops.gemm_rs.default, (x, weight, None, False, name, *how))
-        if kind == "block":  # what is behind the scales is the same for all kinds
-            for op, given in (
-                (ops.gemm_rs_out, (x, weight, None, False, name, out, *how)),
-                (ops.ag_gemm, (*ag_call, *of_list)),
-                (ops.gemm_ar, (x, weight, None, False, None, name, *how)),
-                (ops.gemm_ar_out, (x, weight, None, False, None, name, whole, *how)),
-                (ops.gemm_ar_norm, (x, weight, None, False, None, norm, 1e-6, name, *how)),
-                (ops.gemm_ar_quant, (x, weight, None, False, whole, norm, 1e-6, name, *quant, *how)),
-                (ops.all_reduce_quant, (whole, None, norm, 1e-6, name, *quant)),
-            ):
-                opcheck(op.default, given)
+    case = ScaledCase(4 * p, 24, 260, p, "block", sums=True)
+    x, weight, scale_x, scale_w, _ = case.inputs(rank)
+    how = (scale_x, scale_w, torch.float16, "promoted")
+    of_list = (scale_x, [scale_w], torch.float16, "promoted")
+    out, whole = torch.zeros(4, 24, dtype=torch.float16), torch.zeros(4 * p, 24, dtype=torch.float16)
+    ag_call, norm = (x, [weight], [], False, True, name), torch.ones(24, dtype=torch.float16)
+    quant = ("group128", None, False, True)
+    for op, given in (
+        (ops.gemm_rs, (x, weight, None, False, name, *how)),
+        (ops.gemm_rs_out, (x, weight, None, False, name, out, *how)),
+        (ops.ag_gemm, (*ag_call, *of_list)),
+        (ops.gemm_ar, (x, weight, None, False, None, name, *how)),
+        (ops.gemm_ar_out, (x, weight, None, False, None, name, whole, *how)),
+        (ops.gemm_ar_norm, (x, weight, None, False, None, norm, 1e-6, name, *how)),
+        (ops.gemm_ar_quant, (x, weight, None, False, whole, norm, 1e-6, name, *quant, *how)),
+        (ops.all_reduce_quant, (whole, None, norm, 1e-6, name, *quant)),
+    ):
+        opcheck(op.default, given)
 
-        def layer(x: Tensor, scale_x: Tensor, weight: Tensor = weight, scale_w: Tensor = scale_w) -> Tensor:
-            scales = {"scale_x": scale_x, "scale_w": scale_w}
-            rows = flux.gemm_rs(x, weight, **scales).relu()
-            norm_weight = torch.ones(24, dtype=torch.bfloat16)
-            q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="row", **scales)
-            everybody = flux.ag_gemm(x, weight, **scales)
-            return rows.sum() + q.float() * q_scale + total + everybody[: len(total)]
+    def layer(x: Tensor, scale_x: Tensor, weight: Tensor = weight, scale_w: Tensor = scale_w) -> Tensor:
+        scales = {"scale_x": scale_x, "scale_w": scale_w}
+        rows = flux.gemm_rs(x, weight, **scales).relu()
+        norm_weight = torch.ones(24, dtype=torch.bfloat16)
+        q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="row", **scales)
+        everybody = flux.ag_gemm(x, weight, **scales)
+        return rows.sum() + q.float() * q_scale + total + everybody[: len(total)]
 
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(x, scale_x), layer(x, scale_x))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, scale_x), layer(x, scale_x))
 
 
 @asked_at(2, 3, 4)
@@ -301,15 +298,8 @@ def disagreements(rank: int, p: int) -> None:
             assert not op.wrong(case, rank)
 
 
-SCENARIOS = by_name(
-    exact, gathered_rows, added, quantising_ends, bad_calls, defects, random_data, torch_sees, disagreements
+SCENARIOS = (
+    *(exact, gathered_rows, added, quantising_ends, bad_calls, defects, random_data, torch_sees),
+    disagreements,
 )
-
-
-answers = Answers(partial(run_scenarios, SCENARIOS), timeout_s=400)
-
-
-@pytest.mark.parametrize(("world_size", "scenario"), questions(WORLD_SIZES, SCENARIOS))
-def test_fp8_between_ranks(world_size: int, scenario: str) -> None:
-    told = answers.of(world_size, scenario)
-    assert told == [""] * world_size, "\n".join(told)
+test_fp8_between_ranks = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=400)

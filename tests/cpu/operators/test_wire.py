@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_at, asked_of_one_and_of_several, by_name, compare, questions, run_scenarios
+from cases import asked_at, compare, scenario_test
 from int8_model import data, model
 
 import flux
@@ -205,7 +204,7 @@ def batch_invariant(rank: int, p: int) -> None:
             assert torch.equal(row, rows[0][(owner - shift) % p]), shift
 
 
-@asked_of_one_and_of_several
+@asked_at(2)
 def torch_sees(rank: int, p: int) -> None:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.randn(2 * p, 130, requires_grad=True)
@@ -248,19 +247,11 @@ def refused(rank: int, p: int) -> None:
         assert (flux.reduce_scatter(x, **INT8) == p).all()  # the group remains usable
 
 
-SCENARIOS = by_name(
+SCENARIOS = (
     *(sums, exact_sums, not_finite, defects, what_travels, gemm_rs, gradients, expert_layers),
     *(batch_invariant, torch_sees, refused),
 )
-
-
-answers = Answers(partial(run_scenarios, SCENARIOS), timeout_s=300)
-
-
-@pytest.mark.parametrize(("world_size", "scenario"), questions([1, 2, 3, 4], SCENARIOS))
-def test_int8_on_the_wire(world_size: int, scenario: str) -> None:
-    told = answers.of(world_size, scenario)
-    assert told == [""] * world_size, "\n".join(told)
+test_int8_on_the_wire = scenario_test([1, 2, 3, 4], *SCENARIOS, timeout_s=300)
 
 
 def on_nodes(rank: int, p: int) -> None:

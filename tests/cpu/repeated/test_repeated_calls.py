@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -37,33 +38,23 @@ from flux import moe
 from flux.calls import front
 from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
+from flux.ops import add_norm, grouped_gemm, quantize
 from flux.ops import gemm as plain
-from flux.ops import grouped_gemm
 from flux.ops.ways.gemm_rs import GEMM_RS
 
 pytest_plugins = ("repeated",)  # fixtures
 
 
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("op", CALLS)
-def test_kernels_are_given_what_python_gave_them(
-    op: str, transpose: bool, with_out: bool, machine: Machine, workspace: CudaWorkspace
-) -> None:
-    if with_out and op not in WITH_OUT:
-        with_out = False
-    given = arguments(op, transpose)
-    if with_out:
-        given["out"] = torch.empty_like(CALLS[op](**given))
+def check_repeats(call: Callable[..., Any], given: dict[str, Any], machine: Machine) -> None:
+    """C++ gives kernels what Python has given them: each tensor of the call, or memory of its own."""
     machine.dispatched.clear()
-    results = CALLS[op](**given)
-    if with_out:
-        assert results is given["out"]
+    results = call(**given)
     named = roles(given, results)
     dispatched = [
         (name, told(named, [None if t is None else t.data_ptr() for t in tensors_of(name, given_to)]))
         for name, given_to in machine.dispatched
     ]
+    assert dispatched
     for _ in range(3):
         given = {
             name: [None if v is None else v.clone() for v in value]
@@ -74,14 +65,86 @@ def test_kernels_are_given_what_python_gave_them(
             for name, value in given.items()
         }
         machine.repeated.clear()
-        again = CALLS[op](**given)
+        again = call(**given)
         named = roles(given, again)
         repeated = [(name, told(named, addresses)) for name, addresses, _ in machine.repeated]
         assert repeated == dispatched
         shapes = [(r.shape, r.dtype, r.stride()) for r in flat(results)]
         assert [(r.shape, r.dtype, r.stride()) for r in flat(again)] == shapes
         assert type(again) is type(results)
+        assert given.get("out") is None or again is given["out"]
     assert len(machine.dispatched) == len(dispatched), "Python has launched once"
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("op", CALLS)
+def test_kernels_are_given_what_python_gave_them(
+    op: str, transpose: bool, with_out: bool, machine: Machine, workspace: CudaWorkspace
+) -> None:
+    given = arguments(op, transpose)
+    if with_out and op in WITH_OUT:
+        given["out"] = torch.empty_like(CALLS[op](**given))
+    check_repeats(CALLS[op], given, machine)
+
+
+SCALES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "tensor": (scale(1), scale(1)),
+    "number": (torch.tensor(1.0), torch.tensor(1.0)),
+    "row": (scale(8, 1), scale(16)),
+    "rows, flat": (scale(8), scale(16, 1)),
+    "x by row": (scale(8, 1), scale(1)),
+    "block": (column_major(8, 2), scale(1, 2)),
+}
+
+
+def without_group() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Calls, with arguments, that no group makes; and routing, of which its kernel is on GPUs only."""
+    offsets, x = tensor(5, dtype=torch.int32), tensor(24, 64)
+    plain = {"x": tensor(2, 4, 64), "weight": tensor(16, 64), "bias": tensor(16)}
+    found: dict[str, Any] = {"gemm": plain, "gemm, out": plain | {"out": tensor(2, 4, 16)}}
+    for kind, (scale_x, scale_w) in SCALES.items():
+        for out_dtype in (torch.bfloat16, torch.float32):
+            how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+            of_fp8 = {"x": fp8(8, 256), "weight": fp8(16, 256), "bias": tensor(16, dtype=out_dtype)} | how
+            found[f"gemm, {kind} scales, {out_dtype}"] = of_fp8
+            of_fp8 = of_fp8 | {"out": tensor(8, 16, dtype=out_dtype), "transpose_weight": True}
+            of_fp8 |= {"weight": fp8(16, 256).t(), "scale_w": scale(2, 1) if kind == "block" else scale_w}
+            found[f"gemm, {kind} scales, {out_dtype}, out, [K, N]"] = of_fp8
+    for shape in ((8, 256), (2, 3, 136)):
+        found |= {
+            f"quantize {quant} {shape}": {"x": tensor(*shape), "quant": quant} for quant in quantize.QUANTS
+        }
+        found[f"quantize, static {shape}"] = {"x": tensor(*shape), "quant": "tensor", "scale": scale(1)}
+    experts = {"x": x, "weight": tensor(4, 32, 64), "offsets": offsets, "activation": "swiglu"}
+    found["grouped_gemm"] = experts
+    found["grouped_gemm, rows"] = experts | {"rows": torch.zeros(24, dtype=torch.int32)}
+    for scale_w in (scale(4), scale(4, 32), scale(4, 32, 1), scale(4, 1, 2)):
+        scale_x = column_major(24, 2) if scale_w.shape == (4, 1, 2) else scale(24, 1)
+        of_fp8 = {"x": fp8(24, 256), "weight": fp8(4, 32, 256), "offsets": offsets, "activation": "silu"}
+        of_fp8 |= {"scale_x": scale_x, "scale_w": scale_w}
+        found[f"grouped_gemm, scales {list(scale_w.shape)}"] = of_fp8
+    calls = {name: (getattr(flux, re.match(r"\w+", name)[0]), given) for name, given in found.items()}  # type: ignore[index]
+    norm = {"total": tensor(4, 16), "residual": tensor(4, 16), "weight": tensor(16), "eps": 1e-5}
+    calls["add_norm"] = (add_norm.add_norm_, norm)
+    calls["route"] = (moe.route, arguments("moe.route"))
+    calls["route of int64"] = (
+        moe.route,
+        arguments("moe.route") | {"topk_ids": tensor(8, 2, dtype=torch.int64)},
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", without_group())
+def test_kernels_are_given_the_same_without_a_group(
+    name: str, machine: Machine, workspace: CudaWorkspace, gemms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(add_norm, "_fits", lambda *tensors: True)
+    # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
+    monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
+    call, given = without_group()[name]
+    check_repeats(call, given, machine)
+    assert len(gemms) + len(workspace.known) == 1
 
 
 def count(machine: Machine, call: Callable[[], object]) -> tuple[int, int]:
@@ -94,26 +157,14 @@ def count(machine: Machine, call: Callable[[], object]) -> tuple[int, int]:
 PYTHON, CPP = (1, 0), (0, 1)
 
 
-def test_a_gemm_is_repeated_without_a_group(machine: Machine, gemms: Any) -> None:
-    calls = gemms
-    x, weight, bias, out = tensor(2, 4, 64), tensor(16, 64), tensor(16), tensor(2, 4, 16)
-    flux.gemm(x, weight, bias)
-    flux.gemm(x, weight, bias, out=out)
-    assert len(machine.dispatched) == 2 and len(calls) == 2
-    result = flux.gemm(x, weight, bias)
-    assert flux.gemm(x, weight, bias, out=out) is out
-    named = roles({"x": x, "weight": weight, "bias": bias, "out": out}, result)
-    expected, no_scales = ["x", "weight", "bias"], [None, None]
-    assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [
-        [*expected, "result 0", *no_scales],
-        [*expected, "out", *no_scales],
-    ]
-    assert result.shape == out.shape
+def test_a_gemm_on_some_of_the_sms_goes_through_python(machine: Machine, gemms: Any) -> None:
+    given = (plain.GEMM.number, False, tensor(2, 4, 64), tensor(16, 64), tensor(16), None, False)
+    flux.gemm(*given[2:5])
     with plain.leaving_free(4):
-        assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is None
+        assert gemms.call(*given) is None
         with plain.leaving_free(0):
-            assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is not None
-    assert calls.call(plain.GEMM.number, False, x, weight, bias, None, False) is not None
+            assert gemms.call(*given) is not None
+    assert gemms.call(*given) is not None
 
 
 def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspace: CudaWorkspace) -> None:
@@ -126,23 +177,17 @@ def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspa
     assert count(machine, call) == CPP and len(workspace.known) == 1
 
 
-@pytest.mark.parametrize(
-    "rows", [None, torch.zeros(24, dtype=torch.int32), torch.zeros(24, dtype=torch.int64)]
-)
-def test_a_grouped_gemm_is_repeated(rows: torch.Tensor | None, machine: Machine, gemms: Any) -> None:
-    x, weight, offsets = tensor(24, 64), tensor(4, 32, 64), tensor(5, dtype=torch.int32)
-    given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows}
-    grouped_gemm._cuda(x, weight, offsets, rows, "swiglu")
-    assert len(machine.dispatched) == 1
-    if rows is not None and rows.dtype == torch.int64:
-        assert len(gemms) == 0, "the kernel reads a copy"
-        return
-    result = flux.grouped_gemm(**given, activation="swiglu")
-    assert result.shape == (24, 16) and len(machine.dispatched) == 1
-    named = roles(given, result)
-    wanted = ["x", "weight", "offsets", None if rows is None else "rows", "result 0", "scratch", None, None]
-    assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [wanted]
-    assert gemms.call(grouped_gemm._OP, False, x, weight, offsets, rows, 0) is None
+def test_what_grouped_gemm_copies_is_not_repeated(machine: Machine, gemms: Any) -> None:
+    x, weight, offsets = fp8(24, 256), fp8(4, 32, 256), tensor(5, dtype=torch.int32)
+    rows = torch.zeros(24, dtype=torch.int64)
+    grouped_gemm._cuda(tensor(24, 64), tensor(4, 32, 64), offsets, rows, "swiglu")
+    grouped_gemm._cuda(x, weight, offsets, None, "silu", scale(24, 1), scale(1))  # one for each expert
+    assert len(machine.dispatched) == 2 and len(gemms) == 0
+    scaling = (scale(24, 1), scale(4), torch.bfloat16, "promoted")
+    grouped_gemm._cuda(x, weight, offsets, None, "silu", *scaling)
+    for activation, expected in (("silu", True), ("gelu", False), (None, False), ("sil", False), (0, False)):
+        call = (grouped_gemm._OP, False, x, weight, offsets, None, activation, *scaling)
+        assert (gemms.call(*call) is not None) == expected
 
 
 def test_layers_of_experts_keep_no_promise_about_batches(machine: Machine, workspace: CudaWorkspace) -> None:

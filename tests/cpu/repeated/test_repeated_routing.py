@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from repeated import Machine, tensor, tensors_of, told
+from repeated import Machine, tensor
 
 from flux import moe
 from flux._native import core
@@ -16,30 +16,6 @@ from flux.comm.cuda import CudaWorkspace
 from flux.moe import routing
 
 pytest_plugins = ("repeated",)  # fixtures
-
-
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace: CudaWorkspace) -> None:
-    group: Any = dist.group.WORLD
-    layout = core.MoeLayout(2, 0, 1, 4, 2, 8)
-    shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
-    ids, weights = tensor(8, 2, dtype=ids_dtype), tensor(8, 2, dtype=torch.float32)
-    plan = routing.kernel_plan(layout, ids.device, workspace)
-    assert plan.by_flux
-    call = routing._Call(ids, weights, 4, 1, 8, group.group_name)
-    made = routing.by_kernel(workspace, plan, layout, call, shapes)
-    found = moe.route(ids, weights, 4)
-    assert [(t.shape, t.dtype) for t in found[:11]] == [(t.shape, t.dtype) for t in made]
-    assert found[11:] == (4, 1, 8, 8, group.group_name)
-    (name, addresses, _), (dispatched, given) = machine.repeated[0], machine.dispatched[0]
-    before = {t.data_ptr(): f"result {i}" for i, t in enumerate(made)}
-    before |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
-    after = {t.data_ptr(): f"result {i}" for i, t in enumerate(found[:11])}
-    after |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
-    pointers = [None if t is None else t.data_ptr() for t in tensors_of(dispatched, given)]
-    assert name == dispatched and told(after, addresses) == told(before, pointers)
-    moe.route(ids, weights, 4, max_tokens=8)
-    assert (len(machine.dispatched), len(machine.repeated), len(workspace.known)) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
