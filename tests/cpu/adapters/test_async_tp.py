@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symm_mem
-from cases import Answers, counted
+from cases import Answers, asked_at, counted, questions, run_scenarios
 from torch.utils.checkpoint import checkpoint
 
 import flux
 from flux.integrations import async_tp
-from flux.testing import AgGemmCase, GemmRsCase, ScaledCase, spawn
+from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.scaled_data import exact_product
 
 _torch: Any = torch  # parts of it are not typed
@@ -244,11 +244,6 @@ def work(rank: int, world_size: int) -> dict[str, str]:
     return {name: answer for name, answer in answers.items() if answer}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_same_as_torch(world_size: int) -> None:
-    assert spawn(work, world_size, backend="gloo") == [{}] * world_size
-
-
 class Mlp(torch.nn.Module):
     """Column- then row-parallel, rows scattered in and out, with the collectives that users write."""
 
@@ -283,7 +278,8 @@ def recomputed(run: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
+def compiled(rank: int, world_size: int, dim: int, moves: bool) -> str:
+    torch._dynamo.reset()
     async_tp.install()
     shape = (6, 16) if dim == 0 else (2, 6, 16)
     x = torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(99 + rank)).float()
@@ -319,38 +315,24 @@ def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
     both = (1, 1) if dim != 0 and not async_tp._REWRITES else (1 if moves else 2, 3)
     if calls != {"forward": (1, 1), "both": both}:
         answers.append(f"flux served {calls}")
-    return answers
+    return "; ".join(answers)
 
 
-# dim, moves
-COMPILED = [(0, False), (1, False), (1, True)]
+SCENARIOS: dict[str, Any] = {
+    "operators": work,
+    "compiled": asked_at(2)(partial(compiled, dim=0, moves=False)),
+}
+if not torch.__version__.startswith("2.12."):  # that compiles no gather of another dimension than the first
+    SCENARIOS["compiled, second dimension"] = asked_at(2)(partial(compiled, dim=1, moves=False))
+if async_tp._REWRITES:  # from torch 2.13 on
+    SCENARIOS["compiled, moved dimension"] = asked_at(2)(partial(compiled, dim=1, moves=True))
+answers = Answers(partial(run_scenarios, SCENARIOS), timeout_s=400)
 
 
-def why_not_compiled(dim: int, moves: bool) -> str:
-    if dim == 1 and torch.__version__.startswith("2.12."):
-        return "torch 2.12 compiles no gather of another dimension than the first"
-    return "torch before 2.13" if moves and not async_tp._REWRITES else ""
-
-
-def all_compiled(rank: int, world_size: int) -> dict[str, str]:
-    """One set of processes: each would import inductor first."""
-    told = {}
-    for dim, moves in COMPILED:
-        if why_not_compiled(dim, moves):
-            continue
-        torch._dynamo.reset()
-        told[f"{dim}, {moves}"] = "; ".join(compiled(rank, world_size, dim, moves))
-    return told
-
-
-_compiled = Answers(all_compiled, timeout_s=400)
-
-
-@pytest.mark.parametrize(("dim", "moves"), COMPILED)
-def test_compiled_forward_and_backward(dim: int, moves: bool) -> None:
-    if why := why_not_compiled(dim, moves):
-        pytest.skip(why)
-    assert _compiled.of(2, f"{dim}, {moves}") == [""] * 2
+@pytest.mark.parametrize(("world_size", "name"), questions((2, 4), SCENARIOS))
+def test_same_as_torch(world_size: int, name: str) -> None:
+    told = answers.of(world_size, name)
+    assert told == [""] * world_size, told
 
 
 def test_readers_of_a_gather_wait_once() -> None:

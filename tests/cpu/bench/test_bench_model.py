@@ -39,10 +39,6 @@ def test_default_suite_is_the_documented_one() -> None:
     assert suite.m == (512, 1024, 2048, 4096, 8192)
     assert suite.dtype == "bfloat16"
     assert {m.name: (m.shapes["ag_gemm"], m.shapes["gemm_rs"]) for m in suite.models} == DEFAULT
-
-
-def test_ops_get_their_rows() -> None:
-    suite = suites.load("default")
     assert len(suite.problems("gemm_rs", OPS["gemm_rs"].patterns)) == 20
     assert len(suite.problems("ag_gemm", OPS["ag_gemm"].patterns)) == 20
     gemm = suite.problems("gemm", OPS["gemm"].patterns)
@@ -71,6 +67,8 @@ def test_select_narrows_and_names_what_there_is() -> None:
     ]
     with pytest.raises(ValueError, match="expected to be one of gpt3-175b-mlp.*got 'bert'"):
         suites.load("default").select(["bert"])
+    with pytest.raises(ValueError, match="one of cpu, decode, default, served or a .toml file, got 'tiny'"):
+        suites.load("tiny")
 
 
 _SUITE = "[suite]\nname='a'\ndtype='float16'\nm=[1]\n[[model]]\nname='x'\ngemm_rs={n=1,k=1}\n"
@@ -98,11 +96,6 @@ def test_bad_suites_are_refused(old: str, new: str, message: str) -> None:
     suites.parse(_SUITE)
     with pytest.raises(ValueError, match=message):
         suites.parse(_SUITE.replace(old, new))
-
-
-def test_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="one of cpu, decode, default, served or a .toml file, got 'tiny'"):
-        suites.load("tiny")
 
 
 def test_local_shapes_refuse_what_does_not_divide() -> None:
@@ -144,11 +137,9 @@ def test_derived_columns() -> None:
     assert derive(row(FULL), with_floor=False).floor is None, "without links of GPUs"
     slower = derive(row({**FULL, "async-TP": ("peer", 1.6)}))
     assert slower.peer_name == "cuBLAS+NCCL", "serial counts as a peer"
-
-
-def test_derived_of_missing_candidates_is_none() -> None:
     d = derive(row({"cuBLAS": ("peer", 1.0)}))
-    assert (d.flux, d.speedup, d.floor, d.e_overlap, d.over_floor) == (None,) * 5
+    missing = (d.flux, d.speedup, d.floor, d.e_overlap, d.over_floor)
+    assert missing == (None,) * 5, "without flux"
 
 
 def test_summary_counts_rows_under_the_bar() -> None:

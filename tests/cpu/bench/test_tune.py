@@ -41,7 +41,7 @@ def rows(file: Path) -> list[dict[str, object]]:
 
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
-    sizes = [part for m in (2, 4, 8, 16, 32, 64) for part in ("--m", str(m))]
+    sizes = [part for m in (2, 4, 16, 64) for part in ("--m", str(m))]
     arguments = ["tune", "gemm_ar", "gemm_rs", *_SHAPE, *sizes, "--out", str(file)]
     command = [sys.executable, "-m", "flux", *arguments]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
@@ -52,15 +52,15 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     left = rows(file)
-    assert 2 <= len(left) < 12
+    assert 2 <= len(left) < 8
     # A process of its own: ranks write where their fork server's fd 2 was.
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
     measured = rows(file)
-    assert len(measured) == 12
+    assert len(measured) == 8
     # Rows of the first run are as they were; only the rest was measured.
     assert [row["us"] for row in measured[: len(left)]] == [row["us"] for row in left]
-    assert done.stderr.count(": done") == 12 - len(left)
+    assert done.stderr.count(": done") == 8 - len(left)
     # A finished file is left as it is.
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert rows(file) == measured
@@ -70,7 +70,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
 
 def before_and_after(file: Path) -> None:
     choices = tune.choices(files.read(file)[1])
-    assert len(choices) == 12
+    assert len(choices) == 8
     for choice in choices:
         assert {"kernel", "parts", "torch"} <= choice.fact.us.keys()
         assert choice.after <= choice.before

@@ -24,13 +24,10 @@ from megatron_models import (
 )
 from test_megatron_moe import facts, groups, train
 
+ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 MODELS: dict[str, dict[str, Any]] = {
     "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
-    "swiglu, activation recomputed": {
-        **SWIGLU,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act"],
-    },
+    "swiglu, activation recomputed": {**SWIGLU, **ACTIVATION},
     "clamped": {**SWIGLU, "activation_func_clamp_value": 0.01},
     "linear offset, shared expert, dropped tokens": {
         **SWIGLU,
@@ -148,27 +145,17 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     hook.remove()
     assert len(train(ours, rank)[2]) == 6
     # Beside those of all experts (test_megatron_moe.py).
-    of_config: dict[str, dict[str, Any]] = {
-        "Transformer Engine delays the gradients of its weights": {"delay_wgrad_compute": True},
-        "its experts have a recipe of quantization": {"quant_recipe": object()},
-        "gates and ups alternate in its experts' weights": {
-            "gated_linear_unit": True,
-            "moe_mlp_glu_interleave_size": 32,
-        },
-        "its activation keeps its input in fp8": {
-            "bias_activation_fusion": True,
-            "activation_func_fp8_input_store": True,
-        },
-        "its activation is recomputed": {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe_act"],
-        },
-        "activations of its experts are offloaded to the CPU": {
-            "fine_grained_activation_offloading": True,
-            "offload_modules": ["expert_fc1"],
-        },
-    }
-    for reason, options in of_config.items():
+    alternate = {"gated_linear_unit": True, "moe_mlp_glu_interleave_size": 32}
+    in_fp8 = {"bias_activation_fusion": True, "activation_func_fp8_input_store": True}
+    offloaded = {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]}
+    for reason, options in (
+        ("Transformer Engine delays the gradients of its weights", {"delay_wgrad_compute": True}),
+        ("its experts have a recipe of quantization", {"quant_recipe": object()}),
+        ("gates and ups alternate in its experts' weights", alternate),
+        ("its activation keeps its input in fp8", in_fp8),
+        ("its activation is recomputed", ACTIVATION),
+        ("activations of its experts are offloaded to the CPU", offloaded),
+    ):
         with mock.patch.multiple(config, create=True, **options):
             assert layer._reason(groups()) == reason
     with mock.patch.object(experts, "_with_fused_impl", True, create=True):
@@ -187,8 +174,7 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     assert layer._reason(groups()) is None
     assert layer._why_not(torch.ones(1).bfloat16()).startswith("x is torch.bfloat16, and its experts")
     # Whole models, whose activations Megatron makes again: the result of GELU, of which flux would keep it.
-    options = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
-    stock, ours = grouped_pair(grouped_config(layout, **options), rank)
+    stock, ours = grouped_pair(grouped_config(layout, **ACTIVATION), rank)
     assert coverage(ours)["decoder.layers.1.mlp"] == "its activation is recomputed"
     loss, grads, calls = train(ours, rank)
     assert not calls

@@ -133,11 +133,10 @@ def layers_of_other_classes(rank: int, world_size: int) -> None:
     specs = get_stock_spec(config).layer_specs
     specs[1] = copy.copy(specs[1])
     specs[1].module = type("Other", (TransformerLayer,), {})
+    said = "expected TransformerLayer for layer 2, got Other; use get_flux_layer_spec"
     with (
         mock.patch.object(gpt_layer_specs, "get_gpt_decoder_layer_specs", lambda *_, **__: specs),
-        pytest.raises(
-            Exception, match="expected TransformerLayer for layer 2, got Other; use get_flux_layer_spec"
-        ),
+        pytest.raises(Exception, match=said),
     ):
         make_model(config, gpt_layer_spec)
 
@@ -212,18 +211,13 @@ def falls_back(rank: int, world_size: int) -> None:
     buffers: dict[str, Any] = {"grad_output_buffer": [], "embedding_activation_buffer": []}
     layer = FluxColumnParallelLinear(8, 4, config=deferring, **common, **buffers)
     assert layer.why_never() == "the gradient of its weight is deferred"
+    own = "runs in Megatron's own code"
     assert [m.split(": ", 2)[1:] for m in told.messages] == [
-        ["FluxColumnParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
-        ["FluxRowParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
-        ["FluxRowParallelLinear runs in Megatron's own code", "its input is not split over ranks"],
-        [
-            "FluxColumnParallelLinear runs in Megatron's own code",
-            "somebody else sums the gradient of its input",
-        ],
-        [
-            "FluxColumnParallelLinear runs in Megatron's own code",
-            "the token dispatcher communicates for the layers of experts",
-        ],
+        [f"FluxColumnParallelLinear {own}", "the tensor-parallel group has one rank"],
+        [f"FluxRowParallelLinear {own}", "the tensor-parallel group has one rank"],
+        [f"FluxRowParallelLinear {own}", "its input is not split over ranks"],
+        [f"FluxColumnParallelLinear {own}", "somebody else sums the gradient of its input"],
+        [f"FluxColumnParallelLinear {own}", "the token dispatcher communicates for the layers of experts"],
     ]
     with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
         fp8 = copy.copy(config)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from stand_ins import modules
 from torch import nn
 
 VERSION = "2.3.0"
@@ -348,14 +349,8 @@ def install() -> None:
         ".pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
         ".pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
     }
-    for path, names in contents.items():
-        module = ModuleType(f"transformer_engine{path}")
-        module.__path__ = []  # a package
-        vars(module).update(names)
-        sys.modules[module.__name__] = module
-        parent, _, name = module.__name__.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], name, module)
+    named = {f"transformer_engine{path}": names for path, names in contents.items()}
+    sys.modules.update(modules(named))
     # Annotations name classes of these operators; nobody makes one.
     operators = ModuleType("transformer_engine.pytorch.ops")
     operators.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]

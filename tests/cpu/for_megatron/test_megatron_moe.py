@@ -90,9 +90,7 @@ def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         if world_size == 4 and name not in FEWER:
             continue
         stock, ours = moe_pair(make_moe_config(layout, **options), rank)
-        assert "decoder.layers.0.mlp" in flux_layers(ours) and "decoder.layers.0.mlp" not in flux_layers(
-            stock
-        )
+        assert ["decoder.layers.0.mlp" in flux_layers(each) for each in (stock, ours)] == [False, True]
         for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
             assert vars(p) == vars(q), f"{name}: {n}"
         expected, (loss, grads, calls) = train(stock, seed)[:2], train(ours, seed)
@@ -200,13 +198,14 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     weight = layer.experts.local_experts[1].linear_fc2.weight
     other = copy.copy(layer.experts.local_experts[0].linear_fc1)
     other._parameters = {**other._parameters, "more": torch.nn.Parameter(torch.ones(1).double())}
-    for change, restore in (
+    changes = (
         (lambda: setattr(weight, "data", weight.double()), lambda: setattr(weight, "data", weight.float())),
         (
-            lambda: setattr(layer.experts.local_experts[0], "linear_fc1", other),
+            partial(setattr, layer.experts.local_experts[0], "linear_fc1", other),
             lambda: other._parameters.pop("more"),
         ),
-    ):
+    )
+    for change, restore in changes:
         assert layer._why_not(torch.ones(1)) is None
         change()
         for _ in range(2):

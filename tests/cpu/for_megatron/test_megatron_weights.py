@@ -254,27 +254,6 @@ def test_what_autograd_gets_for_main_grads_takes_the_memory_of_one_weight() -> N
     assert all(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]
 
 
-def test_a_view_reads_the_weights_themselves() -> None:
-    from flux.integrations.megatron.experts import stacked
-
-    for name, (make, in_place) in LAYOUTS.items():
-        for weights in make():
-            with torch.no_grad():
-                whole, _ = stacked(weights)
-                same = [whole[e].data_ptr() == weight.data_ptr() for e, weight in enumerate(weights)]
-                assert same == [in_place] * EXPERTS, name
-                assert torch.equal(whole, torch.stack(list(weights)))
-            for e, weight in enumerate(weights):
-                weight.grad = torch.full_like(weight, 2.0 * e)
-            before = [weight.detach().clone() for weight in weights]
-            torch.optim.SGD(weights, lr=0.5).step()
-            with torch.no_grad():
-                assert all(
-                    torch.equal(part, old - e)
-                    for e, (part, old) in enumerate(zip(stacked(weights)[0], before, strict=True))
-                )
-
-
 def test_what_is_copied() -> None:
     from flux.integrations.megatron.experts import stacked
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
-from cases import Answers
+from cases import Answers, counted, run_scenarios
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
@@ -20,16 +20,14 @@ from torch._inductor import config as inductor
 from torch.nn.functional import linear
 from vllm_stand_in import define_all_reduce, define_norm, exact_norm, inputs, trace, vllms_operators  # noqa: F401  (a fixture)
 
-import flux
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import rows, sequence
 from flux.integrations.vllm.behind_norm import drop_marks, fuse_quantisation
 from flux.integrations.vllm.graph import unshard
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.testing import spawn
 
-N, LAYERS, FROM, SEQUENCE_FROM = 256, 3, 3, 6
+N, LAYERS, FROM, SEQUENCE_FROM = 256, 2, 3, 6
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
 # How x is quantised; all scales are powers of two, so that everything is exact.
@@ -65,7 +63,7 @@ def define_quantisation() -> Any:
     return library
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def operators(vllms_operators: None) -> Iterator[None]:  # noqa: F811
     library = define_quantisation()
     yield
@@ -131,19 +129,20 @@ def model(x: Any, w: dict[str, Any], group: str, rank: int, quant: str, with_flu
     return ir.fused_add_rms_norm.default(hidden, residual, w["norm10"], 1e-5, None)[:1]
 
 
-def traced(group: str, rank: int, quant: str, with_flux: bool = True) -> fx.GraphModule:
+@cache  # for whoever changes none of it: a trace takes seconds
+def traced_once(group: str, rank: int, quant: str, with_flux: bool = True) -> fx.GraphModule:
     run = lambda x, w: model(x, w, group, rank, quant, with_flux)  # noqa: E731
     return trace(run, torch.zeros(9, N), weights(0, quant))
+
+
+def traced(*what: Any) -> fx.GraphModule:
+    return copy.deepcopy(traced_once(*what))
 
 
 def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Scaling | None) -> int:
     assert (n, k, dtype) == (N, N, E4M3)
     assert scaling is not None and scaling.out_dtype == FP32 and scaling.kind in ("row", "block")
     return SEQUENCE_FROM
-
-
-def rewritten(group: str, rank: int, quant: str) -> fx.GraphModule:
-    return in_sequence(traced(group, rank, quant))
 
 
 def in_sequence(module: fx.GraphModule) -> fx.GraphModule:
@@ -153,20 +152,17 @@ def in_sequence(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
-    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
+def computes_the_same(rank: int, world_size: int, quant: str) -> str:
     group, w, wrong = dist.group.WORLD.group_name, weights(rank, quant), []
-    stock, layers = traced(group, rank, quant, False), traced(group, rank, quant)
-    sharded = in_sequence(copy.deepcopy(layers))
+    stock, layers = traced_once(group, rank, quant, False), traced_once(group, rank, quant)
+    sharded = in_sequence(traced(group, rank, quant))
     for m in (1, FROM - 1, FROM, SEQUENCE_FROM - 1, SEQUENCE_FROM, 7, 8, 9, 13):
         x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
         (expected,) = stock(*inputs(stock.graph, x, w))
         for name, module in (("layers", layers), ("sharded", sharded)):
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
-                mock.patch.object(flux, "gemm_ar", wraps=flux.gemm_ar) as sums,
-                mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
-                mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
+                counted("gemm_ar", "gemm_rs", "ag_gemm") as (sums, scatters, gathers),
             ):
                 (result,) = module(*inputs(module.graph, x, w))
             own = name == "sharded" and m >= SEQUENCE_FROM
@@ -179,22 +175,24 @@ def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
             for call in (*sums.call_args_list, *scatters.call_args_list, *gathers.call_args_list):
                 if call.args[0].dtype != E4M3 or call.kwargs["out_dtype"] != FP32:
                     wrong.append(f"{name}, {m} tokens: {call.args[0].dtype}")
-    del libraries
-    return wrong
+    return "; ".join(wrong)
 
 
-@pytest.mark.parametrize(("quant", "world_size"), [("tensor", 2), ("group128", 4), ("written", 2)])
-def test_it_computes_the_same(quant: str, world_size: int) -> None:
-    assert spawn(computes_the_same, world_size, quant, backend="gloo") == [[]] * world_size
-
-
-def lowered(module: fx.GraphModule, quant: str) -> fx.Graph:
+@cache
+def lowered_once(with_sequence: bool, group: str, rank: int, quant: str, with_flux: bool = True) -> fx.Graph:
+    module = traced(group, rank, quant, with_flux)
+    if with_sequence:
+        in_sequence(module)
     values = inputs(module.graph, torch.zeros(9, N), weights(0, quant))
     if quant == "written":
         return functional(module, values)
     graph = stand_in.lowered(module, values)
     graph.eliminate_dead_code()
     return graph
+
+
+def lowered(*what: Any, with_sequence: bool = False) -> fx.Graph:
+    return copy.deepcopy(lowered_once(with_sequence, *what))
 
 
 def functional(module: fx.GraphModule, values: list[Any]) -> fx.Graph:
@@ -228,8 +226,8 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
     """Below the first batch of flux, nothing of flux is left, and nothing of vLLM's is lost. With "written",
     neither is a quantisation whose result is what it has written to.
     """
-    stock = lowered(traced("7", 0, quant, False), quant)
-    graph = lowered(rewritten("7", 0, quant) if with_sequence else traced("7", 0, quant), quant)
+    stock = lowered("7", 0, quant, False)
+    graph = lowered("7", 0, quant, with_sequence=with_sequence)
     unshard(graph, FROM - 1)
     assert graphs.unfuse(graph, FROM - 1) == 2 * LAYERS
     graphs.drop_products(graph, 1)
@@ -244,9 +242,9 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
         assert len(written) == 4 * LAYERS and all(node.users for node in written)
 
 
-def with_norms(module: fx.GraphModule, quant: str, group: str, sums: str) -> fx.Graph:
+def with_norms(group: str, rank: int, quant: str, sums: str) -> fx.Graph:
     """The graph in a range that is not sequence parallel, in which norms are flux's."""
-    graph = lowered(module, quant)
+    graph = lowered(group, rank, quant)
     unshard(graph)
     if sums == "other sums":
         assert graphs.unfuse(graph, FROM - 1) == 2 * LAYERS
@@ -263,25 +261,11 @@ ENDS = ["tensor", "row", "group128", "group128 by rows", "written"]
 SUMS = ["layers", "other sums"]
 
 
-def quantises(rank: int, world_size: int) -> dict[str, str]:
-    """What is wrong with each way to quantise, and to sum. The ranks' first trace takes longest."""
-    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
-    told = {}
-    for quant in ENDS:
-        module = traced(dist.group.WORLD.group_name, rank, quant)
-        for sums in SUMS:
-            try:
-                told[f"{sums}, {quant}"] = "; ".join(quantises_so(module, rank, quant, sums))
-            except Exception:
-                told[f"{sums}, {quant}"] = traceback.format_exc()
-    del libraries
-    return told
-
-
-def quantises_so(module: fx.GraphModule, rank: int, quant: str, sums: str) -> list[str]:
+def quantises(rank: int, world_size: int, sums: str, quant: str) -> str:
     """Sums that give quantised rows give the bits that vLLM's quantisation would."""
-    group, w, wrong = dist.group.WORLD.group_name, weights(rank, quant), []
-    stock, fused = (with_norms(module, quant, group, sums) for _ in range(2))
+    group, wrong = dist.group.WORLD.group_name, []
+    module = traced_once(group, rank, quant)
+    stock, fused = (with_norms(group, rank, quant, sums) for _ in range(2))
     drop_marks(stock)
     # Behind the last sum is the head.
     if fuse_quantisation(fused) != 2 * LAYERS - 1:
@@ -296,27 +280,18 @@ def quantises_so(module: fx.GraphModule, rank: int, quant: str, sums: str) -> li
     by = "auto_functionalized" if quant == "written" else "quantize"
     if sum(kind.startswith((by, f"flux.{by}")) for kind in kinds(fused)) != 2 * LAYERS + 1:
         wrong.append(str(kinds(fused)))
-    values = inputs(module.graph, torch.randn(9, N, generator=torch.Generator().manual_seed(1)), w)
+    x = torch.randn(9, N, generator=torch.Generator().manual_seed(1))
+    values = inputs(module.graph, x, weights(rank, quant))
     tensors = [value for value in values if quant == "written" or isinstance(value, torch.Tensor)]
     results = [fx.GraphModule(module, graph)(*tensors) for graph in (stock, fused)]
     if not torch.equal(*(result[0] for result in results)):
         wrong.append("results differ")
-    return wrong
-
-
-quantising = Answers(quantises)
-
-
-@pytest.mark.parametrize("quant", ENDS)
-@pytest.mark.parametrize("sums", SUMS)
-def test_rows_are_quantised_with_the_norm(quant: str, sums: str) -> None:
-    told = quantising.of(2, f"{sums}, {quant}")
-    assert told == [""] * 2, "\n".join(told)
+    return "; ".join(wrong)
 
 
 @pytest.mark.parametrize("case", ["another reader", "another layout", "another type"])
 def test_what_flux_does_not_give(case: str) -> None:
-    graph = with_norms(traced("7", 0, "group128"), "group128", "7", "layers")
+    graph = with_norms("7", 0, "group128", "layers")
     mark = graph.find_nodes(op="call_function", target=ours.quantised_rows.default)[1]
     if case == "another reader":
         with graph.inserting_after(mark):
@@ -352,10 +327,9 @@ def test_rows_that_others_read_are_gathered() -> None:
     assert len(found) == 2 * LAYERS - 2
 
 
-def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
+def without_a_product(rank: int, world_size: int) -> None:
     """Operators without vLLM's product are flux's for any number of rows; opcheck."""
-    library, group = define_all_reduce(), dist.group.WORLD.group_name
-    w = weights(rank, "tensor")
+    group, w = dist.group.WORLD.group_name, weights(rank, "tensor")
     q, scale = quantised(torch.ones(4, N), w, "tensor")
     arguments = (q, w["o0"], w["bias0"], 100, group, "tp:0", scale, w["o_scale0"], FP32)
     expected = product(q, scale, w["o0"], w["o_scale0"])
@@ -374,9 +348,24 @@ def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
     # The check of schemas multiplies inputs, which torch cannot with fp8.
     for operator, given in ((ours.linear_all_reduce.default, arguments), (ours.scaled_linear.default, mark)):
         torch.library.opcheck(operator, given, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
-    del library
-    return []
 
 
-def test_operators() -> None:
-    assert spawn(without_a_product, 2, backend="gloo") == [[]] * 2
+SCENARIOS: dict[str, Any] = {
+    **{f"computes, {q}": partial(computes_the_same, quant=q) for q in (*QUANTS, "written")},
+    **{f"{s} quantise, {q}": partial(quantises, sums=s, quant=q) for q in ENDS for s in SUMS},
+    "without a product": without_a_product,
+}
+libraries: list[Any] = []  # as long as a rank lives
+
+
+def define_operators() -> None:
+    libraries.extend([define_all_reduce(), define_norm(), define_quantisation()])
+
+
+answers = Answers(partial(run_scenarios, SCENARIOS, prepare=define_operators), timeout_s=400)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_between_ranks(name: str) -> None:
+    told = answers.of(2, name)
+    assert told == [""] * 2, "\n".join(told)

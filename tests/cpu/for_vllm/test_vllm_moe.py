@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import stand_ins
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
@@ -116,23 +117,19 @@ def with_moe(vllm: Modules, monkeypatch: MonkeyPatch) -> Modules:
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "7")
     layers = "vllm.model_executor.layers.fused_moe"
     contents: dict[str, dict[str, Any]] = {
-        layers: {},
         f"{layers}.activation": {"MoEActivation": Activation},
         f"{layers}.config": {"FusedMoEConfig": type("FusedMoEConfig", (), {"moe_parallel_config": None})},
         f"{layers}.routed_experts": {"RoutedExperts": RoutedExperts},
-        f"{layers}.runner": {},
         f"{layers}.runner.moe_runner": {
             "MoERunner": type("MoERunner", (Runner,), {}),
             "_moe_forward": stand_in.moe_forward_of_vllm,
         },
         f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
     }
-    for name, attributes in contents.items():
-        module = types.ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, module)
+    for name, module in stand_ins.modules(contents).items():
+        if name.startswith(layers):
+            monkeypatch.setitem(sys.modules, name, module)
+    vllm["vllm.model_executor.layers"].fused_moe = sys.modules[layers]  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.ops.vllm, "moe_forward", "opaque", raising=False)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "new_group", mock.Mock(return_value=mock.Mock(group_name="alone")))
@@ -281,12 +278,8 @@ def test_who_computes_a_batch(with_moe: Modules) -> None:
         mock.patch(f"{where}.moe.experts_of_own_rows", return_value="own rows") as own,
         mock.patch(f"{where}.op._all_reduce", side_effect=lambda x, group: 2 * x),
     ):
-        for tokens, who, factor in (
-            (3, "vLLM's kernel", 2),
-            (4, "a part", 2),
-            (6, "a part", 2),
-            (7, "the sum", 1),
-        ):
+        by_part = ((4, "a part", 2), (6, "a part", 2))
+        for tokens, who, factor in ((3, "vLLM's kernel", 2), *by_part, (7, "the sum", 1)):
             said, total = call(tokens)
             assert said == who and torch.equal(total, factor * torch.ones(tokens, 8))
         with mock.patch.object(rows, "rows_are_own", lambda: True):
@@ -343,18 +336,12 @@ def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: MonkeyPatch, c
 
 
 def test_from_where_on_flux_sums(with_moe: Modules, monkeypatch: MonkeyPatch) -> None:
-    """From where a sum is bound by the links."""
+    """From where a sum is bound by the links. All layers have one group of this rank."""
     plugin.register()
     for setting, begins in (("5", 5), ("2", 4), ("off", (24 << 20) // (4 * HIDDEN))):
         monkeypatch.setenv("FLUX_VLLM_SEQUENCE", setting)
         assert build()._flux_sums_from == begins
     assert build(routed_experts__quant_method=object())._flux_sums_from == NEVER
-
-
-def test_one_group_of_this_rank_for_all_layers(with_moe: Modules) -> None:
-    plugin.register()
-    for _ in range(3):
-        build()
     new_group: Any = dist.new_group
     assert [call.args for call in new_group.call_args_list] == [([3],)]
     assert new_group.call_args.kwargs["use_local_synchronization"]

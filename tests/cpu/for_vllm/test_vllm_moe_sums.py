@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
+from cases import asked_at, scenario_test
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
@@ -15,7 +16,6 @@ from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
 from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.moe import reference
-from flux.testing import spawn
 
 EXPERTS, HIDDEN, TOP_K = 6, 16, 2
 vllms_operators = stand_in.vllms_operators
@@ -67,6 +67,7 @@ def experts_of_all_ranks(rank: int, p: int) -> list[str]:
     return answers
 
 
+@asked_at(2)
 def own_parts(rank: int, p: int) -> list[str]:
     """Ranks' parts, summed up: of columns of all experts, and of whole experts."""
     answers, numbers = [], Numbers(rank, p, 2 * p)
@@ -87,22 +88,14 @@ def own_parts(rank: int, p: int) -> list[str]:
     return answers
 
 
-def test_own_parts_of_experts() -> None:
-    assert spawn(own_parts, 2, backend="gloo") == [[]] * 2
-
-
-@pytest.mark.parametrize("p", [2, 3])
-def test_experts_of_all_ranks(p: int) -> None:
-    assert spawn(experts_of_all_ranks, p, backend="gloo") == [[]] * p
-
-
+@asked_at(2)
 def sums(rank: int, p: int) -> list[str]:
     answers = []
     library = stand_in.define_all_reduce()
+    compiled = torch.compile(op.all_reduce_below, backend="aot_eager", fullgraph=True, dynamic=True)
     x = torch.full((3, 8), rank + 1.0)
     for min_tokens, expected in ((3, rank + 1.0), (4, 3.0)):
         arguments = (x, min_tokens, "tp:0")
-        compiled = torch.compile(op.all_reduce_below, backend="aot_eager", fullgraph=True, dynamic=True)
         for name, call in (("eager", op.all_reduce_below), ("compiled", compiled)):
             if not torch.equal(call(*arguments), torch.full((3, 8), expected)):
                 answers.append(f"{name}, from {min_tokens} tokens: {call(*arguments)[0, 0]}")
@@ -111,8 +104,7 @@ def sums(rank: int, p: int) -> list[str]:
     return answers
 
 
-def test_sums_of_vllms_experts() -> None:
-    assert spawn(sums, 2, backend="gloo") == [[]] * 2
+test_between_ranks = scenario_test((2, 3), experts_of_all_ranks, own_parts, sums)
 
 
 @pytest.mark.usefixtures("vllms_operators")

@@ -402,7 +402,6 @@ def test_sums_are_told(vllm: Modules, caplog: LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "vllm.flux"):
         start(vllm)
     (line,) = [record.message for record in caplog.records]
-    assert (
-        "no layers, but sums with norm. Compiled for 1 to 100 tokens: flux 64 other sums with norm. " in line
-    )
+    told = "Compiled for 1 to 100 tokens: flux 64 other sums with norm. "
+    assert f"no layers, but sums with norm. {told}" in line
     assert line.endswith("vLLM's own: 1 row-parallel linear layer: weights are quantised (object)")

@@ -35,19 +35,9 @@ class Pass:
     def __call__(self, start: int, end: int) -> list[Any]:
         context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
         told: list[Any] = []
-        names = {
-            "unshard": None,
-            "settle_sums": None,
-            "count_sharded": self.sharded,
-            "unfuse": 3,
-            "drop_products": None,
-            "fuse_sum_norm_gemm": 2,
-            "fuse_norm": 2,
-            "count_kept": 4,
-            "fuse_quantisation": 1,
-            "drop_marks": None,
-            "fuse_norm_gemm": (3, 1),
-        }
+        names: dict[str, Any] = dict.fromkeys(("unshard", "settle_sums", "drop_products", "drop_marks"))
+        names |= {"count_sharded": self.sharded, "unfuse": 3, "fuse_sum_norm_gemm": 2, "fuse_norm": 2}
+        names |= {"count_kept": 4, "fuse_quantisation": 1, "fuse_norm_gemm": (3, 1)}
         with contextlib.ExitStack() as stack:
             module = "flux.integrations.vllm.compiled"
             stack.enter_context(mock.patch(f"{module}.get_pass_context", lambda: context))
@@ -64,32 +54,15 @@ def test_ranges_of_token_counts(vllm: Modules, monkeypatch: MonkeyPatch) -> None
     row_parallel(vllm, WEIGHT)
     ours = Pass(vllm)
     assert len(ours.passes) == 3 and ours.passes[1] == "another pass", "ours is the first, and there once"
-    assert ours(65, 8192) == [
-        ("unshard", 8192),
-        ("settle_sums", 65, 8192),
-        ("count_sharded",),
-        ("unfuse", 8192),
-        ("drop_products", 65),
-        ("fuse_sum_norm_gemm", 65),
-        ("fuse_norm", 65),
-        ("count_kept",),
-        ("fuse_quantisation",),
-        ("drop_marks",),
-    ]
+
+    def steps(start: int, end: int, gives: int | None, *more: str) -> list[Any]:
+        begun = [("unshard", gives), ("settle_sums", start, end), ("count_sharded",), ("unfuse", gives or 0)]
+        begun += [(name, start) for name in ("drop_products", "fuse_sum_norm_gemm", "fuse_norm")]
+        return begun + [(name,) for name in ("count_kept", "fuse_quantisation", "drop_marks", *more)]
+
+    assert ours(65, 8192) == steps(65, 8192, 8192)
     # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
-    assert ours(1, 64) == [
-        ("unshard", None),
-        ("settle_sums", 1, 64),
-        ("count_sharded",),
-        ("unfuse", 0),
-        ("drop_products", 1),
-        ("fuse_sum_norm_gemm", 1),
-        ("fuse_norm", 1),
-        ("count_kept",),
-        ("fuse_quantisation",),
-        ("drop_marks",),
-        ("fuse_norm_gemm",),
-    ]
+    assert ours(1, 64) == steps(1, 64, None, "fuse_norm_gemm")
     once = "flux 4 linear layers, 2 with norm, vLLM 3"
     assert reports.report.ranges == {
         (1, 64): f"{once} (AllReduceFusionPass applies), 3 products behind them, 1 with SwiGLU, "
@@ -106,68 +79,48 @@ def test_ranges_of_token_counts(vllm: Modules, monkeypatch: MonkeyPatch) -> None
     assert reports.report.ranges[128, 256] == f"{told}, {twice}"
 
 
-def test_layers_are_kept_where_vllm_would_fuse(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
-    """In ranges that begin where all kinds of layers may be kept. vLLM's fusion applies to 1 to 64."""
-    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
-    plugin.register()
-    from flux.integrations.vllm import layer, ranges
-
-    config = stand_in.use(vllm)
-    monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: range(1, 8))
-    layer.rules.linear_only = True
-
-    def build(many: int) -> None:
-        monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: many)
-        row_parallel(vllm, WEIGHT)
-
-    def given_back(start: int, end: int) -> list[Any]:
-        return [told for told in Pass(vllm)(start, end) if told[0] in ("unshard", "unfuse")]
-
-    build(8)
-    assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)], "flux keeps what begins there"
-    assert given_back(4, 64) == [("unshard", None), ("unfuse", 0)]
-    build(2)
-    assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)]
-    build(16)
-    assert given_back(8, 64) == [("unshard", None), ("unfuse", 0)], "one kind stays vLLM's"
-    assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
-    layer.rules.linear_only = False
-    assert given_back(16, 64) == [("unshard", None), ("unfuse", 0)], "of such models none was measured"
-    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 64, 512]
-
-
-def test_few_tokens_are_kept_where_vllm_would_fuse(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
-    """In ranges within the numbers of tokens with which all kinds of layers may be kept."""
+def test_what_is_kept_where_vllm_would_fuse(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
+    """Ranges that begin where all kinds of layers may be kept, and those within the numbers of tokens with
+    which all may. vLLM's fusion applies to 1 to 64.
+    """
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "1")
     plugin.register()
     from flux.integrations.vllm import layer, ranges
 
     config = stand_in.use(vllm, fused_bytes=BYTES_OF_A_ROW * 64)
-    monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: 32)
     layer.rules.linear_only = True
 
-    def build(few: range) -> None:
+    def build(few: range, many: int) -> None:
         monkeypatch.setattr(ranges, "few_over_fusion", lambda *problem: few)
+        monkeypatch.setattr(ranges, "over_fusion_from", lambda *problem: many)
         row_parallel(vllm, WEIGHT)
 
-    def unfused(start: int, end: int) -> int:
-        (found,) = [told[1] for told in Pass(vllm)(start, end) if told[0] == "unfuse"]
-        return int(found)
+    def kept(*limits: tuple[int, int]) -> list[bool]:
+        found = []
+        for start, end in limits:
+            told = [told[1] for told in Pass(vllm)(start, end) if told[0] in ("unshard", "unfuse")]
+            assert told in ([end, end], [None, 0])
+            found.append(told == [end, end])
+        return found
 
-    build(range(1, 7))
-    assert [unfused(1, 6), unfused(1, 7), unfused(7, 31), unfused(32, 64)] == [6, 0, 0, 64]
-    build(range(1, 21))
-    assert [unfused(1, 6), unfused(1, 20)] == [6, 0], "one kind stays vLLM's"
+    build(range(1, 7), 8)
+    assert kept((8, 64), (4, 64), (1, 6), (1, 7), (7, 31)) == [True, False, True, False, False]
+    build(range(1, 21), 2)
+    assert kept((8, 64), (2, 64), (1, 6), (1, 20)) == [True, False, True, False], "one kind stays vLLM's"
+    build(range(1, 21), 16)
+    assert kept((8, 64), (16, 64)) == [False, True]
     layer.rules.linear_only = False
-    assert unfused(1, 6) == 0, "of such models none was measured"
+    assert kept((16, 64), (1, 6)) == [False, False], "of such models none was measured"
     layer.rules.linear_only = True
-    build(range(4, 6))
-    assert [unfused(1, 3), unfused(3, 5), unfused(4, 5), unfused(4, 6)] == [0, 0, 5, 0]
-    build(range(0))
-    assert unfused(4, 5) == 0
+    build(range(4, 6), 32)
+    assert kept((1, 3), (3, 5), (4, 5), (4, 6)) == [False, False, True, False]
+    build(range(0), 32)
+    assert kept((4, 5), (16, 64), (32, 64)) == [False, False, True]
     endpoints = config.compilation_config.compile_ranges_endpoints
-    assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
-    build(range(1, 101))
+    ends, begins = [3, 5, 6, 20], [1, 7, 15, 31]
+    # 64: no fusion, and the end of products behind norms.
+    assert endpoints == sorted([*ends, *begins, 64, 512])
+    build(range(1, 101), 32)
     assert config.compilation_config.compile_ranges_endpoints == endpoints, "100 are no end: vLLM's is 64"
 
 
@@ -210,11 +163,8 @@ def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(vllm: Modules)
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
     plugin.register()
     row_parallel(vllm, WEIGHT)
-    # vLLM would fuse in the first.
-    assert [told for told in Pass(vllm)(1, 64) if told[0] in ("unshard", "unfuse")] == [
-        ("unshard", 64),
-        ("unfuse", 64),
-    ]
+    found = [told for told in Pass(vllm)(1, 64) if told[0] in ("unshard", "unfuse")]
+    assert found == [("unshard", 64), ("unfuse", 64)], "vLLM would fuse there"
 
 
 def test_mode_layer_has_no_pass(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
@@ -236,11 +186,7 @@ def test_mode_layer_has_no_pass(vllm: Modules, monkeypatch: MonkeyPatch) -> None
     ],
 )
 def test_a_range_begins_where_a_layer_does(
-    vllm: Modules,
-    monkeypatch: MonkeyPatch,
-    endpoints: list[int] | None,
-    begins: list[int],
-    expected: list[int] | None,
+    vllm: Modules, monkeypatch: MonkeyPatch, endpoints: Any, begins: list[int], expected: Any
 ) -> None:
     plugin.register()
     config = stand_in.use(vllm)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import asked_at, counted, scenario_test
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,13 +27,11 @@ from vllm_stand_in import (
     vllms_operators,  # noqa: F401  (a fixture)
 )
 
-import flux
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import rows, sequence
 from flux.integrations.vllm.behind_norm import fuse_sum_norm_gemm
 from flux.integrations.vllm.graph import unshard
 from flux.ops import add_norm
-from flux.testing import spawn
 
 N, K, LAYERS, FROM = 16, 8, 5, 6
 # From where on flux's experts include the sum over ranks, and vLLM's: never.
@@ -111,8 +111,23 @@ def model(
     return (ir.fused_add_rms_norm.default(hidden, residual, w["norm10"], 1e-5, None)[0], *seen)
 
 
-def traced(m: int, group: str, **form: Any) -> fx.GraphModule:
-    return trace(lambda x, w: model(x, w, group, **form), torch.zeros(m, N), weights(0))
+# What a model may be.
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": False},
+    {"stage": True},
+    {"aux": 1},
+    *({"kind": kind} for kind in ("own", "gate", "else", "vLLM", "wide")),
+)
+
+
+@cache  # a trace takes seconds
+def traced_once(group: str, form: tuple[tuple[str, Any], ...]) -> fx.GraphModule:
+    return trace(lambda x, w: model(x, w, group, **dict(form)), torch.zeros(9, N), weights(0))
+
+
+def traced(group: str, **form: Any) -> fx.GraphModule:
+    return copy.deepcopy(traced_once(group, tuple(form.items())))
 
 
 def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Any) -> int:
@@ -126,8 +141,8 @@ def targets(graph: fx.Graph) -> dict[str, int]:
     return {name: names.count(name) for name in sorted({*names}) if name.startswith(of_interest)}
 
 
-def rewritten(m: int, group: str, **form: Any) -> tuple[fx.GraphModule, int | str]:
-    return sharded(traced(m, group, **form))
+def rewritten(group: str, **form: Any) -> tuple[fx.GraphModule, int | str]:
+    return sharded(traced(group, **form))
 
 
 def sharded(module: fx.GraphModule) -> tuple[fx.GraphModule, int | str]:
@@ -138,24 +153,18 @@ def sharded(module: fx.GraphModule) -> tuple[fx.GraphModule, int | str]:
 
 
 def computes_the_same(rank: int, world_size: int) -> list[str]:
-    libraries = [define_all_reduce(), define_norm(), define_moe_forward(rank, world_size)]
     group, w = dist.group.WORLD.group_name, weights(rank)
     wrong = []
-    forms: list[dict[str, Any]] = [{}, {"kind": "own"}]
-    if world_size == 2:  # what is made of a graph does not depend on how many ranks there are
-        forms += [{"bias": False, "stage": True}, {"aux": 1}]
-        forms += [{"kind": kind} for kind in ("gate", "else", "vLLM", "wide")]
-    for form in forms:
-        stock = traced(9, group, **form)
-        ours, done = sharded(copy.deepcopy(stock))
+    # What is made of a graph does not depend on how many ranks there are.
+    for form in FORMS if world_size == 2 else (FORMS[0], FORMS[4]):
+        stock, (ours, done) = traced(group, **form), rewritten(group, **form)
         if done != FROM:
             wrong.append(f"{form}: {done}")
         for m in (1, FROM - 1, FROM, 7, 8, 9, 13):
             x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
-                mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
-                mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
+                counted("gemm_rs", "ag_gemm") as (scatters, gathers),
             ):
                 results = ours(*inputs(ours.graph, x, w))
             expected = stock(*inputs(stock.graph, x, w))
@@ -168,16 +177,11 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
                 wrong.append(f"{form}, {m} tokens: {calls}")
             if not all(torch.equal(*pair) for pair in zip(results, expected, strict=True)):
                 wrong.append(f"{form}, {m} tokens differ")
-    del libraries
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_it_computes_the_same(world_size: int) -> None:
-    assert spawn(computes_the_same, world_size, backend="gloo") == [[]] * world_size
-
-
-def rms_norms(rank: int, world_size: int) -> list[torch.Tensor]:
+@asked_at(2)
+def rms_norms(rank: int, world_size: int) -> None:
     """The operators with the norm that they have, on data that is not exact."""
     group, g = dist.group.WORLD.group_name, torch.Generator().manual_seed(0)
     x, residual = torch.randn(7, K, generator=g), torch.randn(7, N, generator=g)
@@ -197,34 +201,6 @@ def rms_norms(rank: int, world_size: int) -> list[torch.Tensor]:
         # Rows of other ranks are not written, so results may differ there.
         utils = ("test_schema", "test_faketensor") if name == "linear_scatter" else ("test_schema",)
         torch.library.opcheck(getattr(ours, name).default, arguments, test_utils=utils)
-    return []
-
-
-def test_the_norm_is_rms_norm() -> None:
-    assert spawn(rms_norms, 2, backend="gloo") == [[]] * 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "becomes"),
-    [
-        ("own", {"norm_experts_scatter": 5, "norm_gather": 1}),
-        ("gate", {"norm_experts_scatter": 5, "norm_gather": 1}),
-        ("else", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
-        ("vLLM", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
-        ("wide", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
-    ],
-)
-def test_what_experts_become(kind: str, becomes: dict[str, int]) -> None:
-    module, done = rewritten(9, "7", kind=kind)
-    assert done == FROM
-    others = {"linear": 1, "linear_scatter": 5, "norm_gather_linear": 4, "rms_norm": 1}
-    assert targets(module.graph) == {**others, **becomes}
-    scatters = module.graph.find_nodes(op="call_function", target=ours.norm_experts_scatter.default)
-    gates = [str(node.args[3]) for node in scatters]
-    assert gates == [f"l_w_gate{i}_" if kind == "gate" else "None" for i in range(len(scatters))]
-    (name,) = {node.args[7] for node in scatters} or {None}
-    assert all(node.args[5:9] == (None, None, name, 0) for node in scatters)
-    assert name is None or name.target == "L_w_name_False_"
 
 
 def pieces(module: fx.GraphModule) -> list[str]:
@@ -248,7 +224,7 @@ def pieces(module: fx.GraphModule) -> list[str]:
 
 def test_pieces_of_layers_are_alike() -> None:
     """Then each is compiled once, however many layers there are."""
-    first, *layers = pieces(rewritten(9, "7")[0])
+    first, *layers = pieces(rewritten("7")[0])
     assert "linear_scatter" not in first and len(layers) == LAYERS
     # The residual of the first layer is whole, and the last one's norm gives all rows.
     assert all("norm_gather_linear" in code for code in layers[:-1])
@@ -274,30 +250,12 @@ def change(graph: fx.Graph, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["shared experts", "ids", "cut off", "rows", "result"])
 def test_experts_that_need_all_rows(case: str) -> None:
-    module = traced(9, "7", kind="own")
+    module = traced("7", kind="own")
     change(module.graph, case)
     assert sequence.shard(module.graph, begins) == FROM
     module.graph.lint()
     assert sequence.count_sharded(module.graph) == {"linear layers": 5, "other sums": 1, "MoE layers": 4}
     assert targets(module.graph)["norm_gather"] == 2
-
-
-def test_what_a_graph_becomes() -> None:
-    module, done = rewritten(9, "7")
-    assert done == FROM
-    assert targets(module.graph) == {
-        "linear": 1,  # that behind the embedding, whose rows are whole
-        "linear_scatter": 10,
-        "norm_gather": 1,  # for the head
-        "norm_gather_linear": 9,
-        "rms_norm": 1,
-    }
-    scatters = module.graph.find_nodes(op="call_function", target=ours.linear_scatter.default)
-    assert [node.args[7] for node in scatters] == [True, *[False] * 9], "the first residual is whole"
-    before = str(module.graph)
-    assert sequence.shard(module.graph, begins) == done, "as from vLLM's cache"
-    assert str(module.graph) == before
-    assert targets(rewritten(9, "7", stage=True)[0].graph)["gather"] == 1, "the next stage gets all rows"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +269,7 @@ def test_what_a_graph_becomes() -> None:
     ],
 )
 def test_models_that_are_left_alone(case: str, why: str) -> None:
-    module = traced(9, "7")
+    module = traced("7")
     for node in module.graph.find_nodes(op="call_function", target=linear) if case == "gathers" else []:
         with module.graph.inserting_before(node):
             module.graph.call_function(torch.neg, node.args[:1])
@@ -333,16 +291,15 @@ def after_gradients(module: fx.GraphModule, m: int) -> fx.Graph:
     return lowered(module, inputs(module.graph, torch.zeros(m, N), weights(0)))
 
 
+@asked_at(2)
 def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
-    libraries = [define_all_reduce(), define_norm()]
     group, w = dist.group.WORLD.group_name, weights(rank)
     wrong = []
     # Of 9 tokens, the last rank has padding. Behind the last sum is the norm for the head.
     for form, m, pairs, alone in (({}, 9, 9, 1), ({"bias": False}, 8, 9, 1), ({"aux": 1}, 9, 8, 1)):
         x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
-        stock = traced(m, group, **form)
+        stock, (module, _) = traced(group, **form), rewritten(group, **form)
         expected = stock(*inputs(stock.graph, x, w))
-        module = sharded(stock)[0]
         graph = after_gradients(module, m)
         given = [each for each in inputs(module.graph, x, w) if isinstance(each, torch.Tensor)]
         if fuse_sum_norm_gemm(graph, FROM - 1):
@@ -359,12 +316,17 @@ def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
             results = fx.GraphModule(torch.nn.Module(), graph)(*given)
         if not all(torch.equal(*each) for each in zip(results, expected, strict=True)):
             wrong.append(f"{form}, {m} tokens differ")
-    del libraries
     return wrong
 
 
-def test_pairs_compute_the_same() -> None:
-    assert spawn(pairs_compute_the_same, 2, backend="gloo") == [[]] * 2
+def define_operators() -> None:
+    of_rank = define_moe_forward(dist.get_rank(), dist.get_world_size())
+    libraries.extend([define_all_reduce(), define_norm(), of_rank])
+
+
+libraries: list[Any] = []  # as long as a rank lives
+scenarios = (computes_the_same, rms_norms, pairs_compute_the_same)
+test_between_ranks = scenario_test((2, 4), *scenarios, prepare=define_operators, timeout_s=400)
 
 
 def kinds(graph: fx.Graph) -> list[str]:
@@ -377,22 +339,10 @@ def kinds(graph: fx.Graph) -> list[str]:
     return sorted(same.get(name, name) for name in names if "view" not in name)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {},
-        {"bias": False},
-        {"stage": True},
-        {"aux": 1},
-        {"kind": "own"},
-        {"kind": "gate"},
-        {"kind": "vLLM"},
-        {"kind": "wide"},
-    ],
-)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_small_batches_are_as_without(form: dict[str, Any]) -> None:
-    stock = after_gradients(traced(9, "7", **form), 9)
-    ours = after_gradients(rewritten(9, "7", **form)[0], 9)
+    stock = after_gradients(traced("7", **form), 9)
+    ours = after_gradients(rewritten("7", **form)[0], 9)
     unshard(ours, FROM)
     assert sum(sequence.count_sharded(ours).values()) == 10 - form.get("stage", 0) - form.get("aux", 0)
     unshard(ours, FROM - 1)

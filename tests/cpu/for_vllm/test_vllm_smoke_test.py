@@ -8,21 +8,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 from vllm_stand_in import define_all_reduce, define_norm, stand_in
 
 from flux.integrations.vllm import graph, smoke_test
 from flux.ops.gemm_ar import row_norm
 from flux.testing import spawn
 
-DIFFERS = "its fused_add_rms_norm gives something else"
 
-
-# With the results that flux takes for granted.
-define_vllms_norm = partial(define_norm, row_norm)
-
-
-def failure(rank: int, world_size: int, *defined: Callable[[], Any]) -> str | None:
+def failure(*defined: Callable[[], Any]) -> str | None:
     """What the test finds where these operators are defined."""
     libraries = [define() for define in defined]
     with mock.patch.dict(sys.modules, stand_in()):
@@ -34,39 +27,27 @@ def failure(rank: int, world_size: int, *defined: Callable[[], Any]) -> str | No
     return found[0]
 
 
-def tried(*defined: Callable[[], Any]) -> str | None:
-    found: str | None = spawn(failure, 1, *defined, backend="gloo")[0]
-    return found
+def all_found(rank: int, world_size: int) -> dict[str, str | None]:
+    """Where nothing else defines vLLM's operators."""
+    as_vllms = (define_all_reduce, partial(define_norm, row_norm))  # what flux takes for granted
+    told = {
+        "the same": failure(*as_vllms),
+        "no norm": failure(define_all_reduce),
+        "another norm": failure(define_all_reduce, define_norm),
+        "no sum": failure(*as_vllms[1:]),
+    }
+    for broken in ("fuse_norm", "unfuse"):  # rewrites that find nothing
+        assert hasattr(graph, broken)
+        with mock.patch.object(smoke_test, broken, lambda *arguments: 0):
+            told[broken] = failure(*as_vllms)
+    return told
 
 
-def test_a_version_that_does_the_same_is_served() -> None:
-    assert tried(define_all_reduce, define_vllms_norm) is None
-
-
-def test_a_version_without_the_norm_is_served() -> None:
-    """flux fuses no norm then."""
-    assert tried(define_all_reduce) is None
-
-
-def test_a_norm_with_other_results_is_found() -> None:
-    assert tried(define_all_reduce, define_norm) == DIFFERS
-
-
-def test_a_version_without_the_sum_is_found() -> None:
-    found = tried(define_vllms_norm)
-    assert (
-        found is not None and found.startswith("a smoke test raised AttributeError") and "all_reduce" in found
-    )
-
-
-@pytest.mark.parametrize("broken", ["fuse_norm", "unfuse"])
-def test_graphs_that_flux_cannot_rewrite_are_found(broken: str) -> None:
-    found = spawn(failure_with, 1, broken, backend="gloo")[0]
-    assert found is not None and found.startswith("flux cannot") and found.endswith("in a graph")
-
-
-def failure_with(rank: int, world_size: int, broken: str) -> str | None:
-    """What the test finds if a rewrite finds nothing."""
-    assert hasattr(graph, broken)
-    with mock.patch.object(smoke_test, broken, lambda *arguments: 0):
-        return failure(rank, world_size, define_all_reduce, define_vllms_norm)
+def test_what_is_found_of_versions() -> None:
+    (told,) = spawn(all_found, 1, backend="gloo")
+    assert told["the same"] is None
+    assert told["no norm"] is None, "flux fuses none then"
+    assert told["another norm"] == "its fused_add_rms_norm gives something else"
+    assert told["no sum"].startswith("a smoke test raised AttributeError") and "all_reduce" in told["no sum"]
+    for broken in ("fuse_norm", "unfuse"):
+        assert told[broken].startswith("flux cannot") and told[broken].endswith("in a graph")

@@ -16,7 +16,7 @@ from pytest import LogCaptureFixture, MonkeyPatch
 
 from flux import _log
 from flux.integrations.vllm import thresholds
-from flux.integrations.vllm.ranges import Layer, Ranges, Settings, over_fusion, ranges_of, ranges_on
+from flux.integrations.vllm.ranges import Layer, Ranges, Settings, ranges_of, ranges_on
 from flux.integrations.vllm.report import NEVER
 from flux.integrations.vllm.thresholds import Decode, Measured, Prefill, Row, Sum
 from flux.measured import files
@@ -65,11 +65,6 @@ def decide(measured: list[Row], **layer: Any) -> tuple[int, str]:
     return found.begin, found.why
 
 
-def test_reasons() -> None:
-    assert decide(rows(1.3)) == (1, "here, weight [4096, 2048]")
-    assert decide(rows(1.3, ranks=8))[1] == "no measurement of 2 such GPUs: only large sums"
-
-
 def test_fp8() -> None:
     """Measurements of other operands say nothing of it, and nothing is assumed of large sums."""
     fp8 = [Row(2, 4096, 2048, 16**i, speedup, "row") for i, speedup in enumerate((0.9, 1.2, 1.1))]
@@ -77,7 +72,8 @@ def test_fp8() -> None:
     assert decide(bf16 + fp8, scales="row") == (16, "here, weight [4096, 2048]")
     assert decide(bf16 + fp8, scales="block") == (NEVER, why)
     assert decide(bf16 + fp8[:1], scales="row")[0] == NEVER
-    assert decide(bf16 + fp8)[0] == 1
+    assert decide(bf16 + fp8) == (1, "here, weight [4096, 2048]")
+    assert decide(rows(1.3, ranks=8))[1] == "no measurement of 2 such GPUs: only large sums"
 
 
 def written(path: Path, *rows: dict[str, Any], **machine: Any) -> Path:
@@ -126,10 +122,7 @@ def test_where_vllm_would_fuse(prefills: list[tuple[int, int, float]], tokens: i
     ("decodes", "tokens"),
     [
         ([(2, 4096, 1, 1.05), (2, 4096, 64, 1.1)], range(1, 65)),
-        (
-            [(2, 4096, 64, 1.1), (2, 4096, 1, 1.005), (2, 4096, 128, 1.02), (2, 4096, 256, 1.005)],
-            range(64, 129),
-        ),
+        ([(2, 4096, *of) for of in ((64, 1.1), (1, 1.005), (128, 1.02), (256, 1.005))], range(64, 129)),
         ([(2, 4096, 1, 1.05), (2, 4096, 16, 0.99), (2, 4096, 64, 1.1), (2, 4096, 65, 1.1)], range(64, 66)),
         ([(2, 4096, 1, 1.05), (2, 4096, 16, 0.99), (2, 4096, 64, 1.1)], range(1, 2)),
         ([(2, 4096, 16, 1.05), (2, 4096, 16, 0.9)], range(0)),
@@ -201,13 +194,6 @@ def test_all_that_is_decided_of_a_layer(
 ) -> None:
     expected = replace(BY_DEFAULT, begin=begin, why=why, **changes)
     assert ranges_of(Layer(*SHAPE, **layer), FUSED, Settings(**settings)) == expected
-
-
-def test_all_kinds_of_layers_are_kept_where_vllm_fuses_or_none() -> None:
-    assert over_fusion([]) == (range(0), NEVER)
-    assert over_fusion([BY_DEFAULT, replace(BY_DEFAULT, few=range(4, 99), many=2000)]) == (range(4, 65), 2000)
-    few, many = over_fusion([BY_DEFAULT, replace(BY_DEFAULT, few=range(0), many=NEVER)])
-    assert not few and many == NEVER
 
 
 @pytest.mark.parametrize("fused", [0, 30, 100, 8192])

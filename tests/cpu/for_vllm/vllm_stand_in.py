@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import stand_ins
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
@@ -160,7 +161,6 @@ def _nothing(*arguments: Any) -> None: ...
 
 def stand_in() -> Modules:
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300},
         "vllm.config": {
             "VllmConfig": _names(compute_hash=lambda self: "hash of vLLM", lora_config=None),
@@ -179,19 +179,15 @@ def stand_in() -> Modules:
             "GroupCoordinator": None,
             "all_reduce": lambda tensor, group_name: None,
         },
-        "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"op_registry_oot": {}},
-        "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
             "UnquantizedLinearMethod": _names(),
             "ColumnParallelLinear": type("ColumnParallelLinear", (Linear,), {}),
         },
-        "vllm.model_executor.layers.quantization": {},
         "vllm.model_executor.layers.quantization.fp8": {
             "Fp8LinearMethod": type("Fp8LinearMethod", (Fp8Method,), {})
         },
-        "vllm.model_executor.layers.quantization.compressed_tensors": {},
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": {
             "CompressedTensorsLinearMethod": type("CompressedTensorsLinearMethod", (Fp8Method,), {})
         },
@@ -199,23 +195,18 @@ def stand_in() -> Modules:
             "CompressedTensorsW8A8Fp8": _names()
         },
         "vllm.model_executor.layers.quantization.input_quant_fp8": {"QuantFP8": None},
-        "vllm.model_executor.kernels": {},
         "vllm.model_executor.kernels.linear": {
             "FP8ScaledMMLinearKernel": None,
             "Fp8BlockScaledMMLinearKernel": None,
             "FP8ScaledMMLinearLayerConfig": None,
         },
         "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
-        "vllm.v1": {},
         "vllm.v1.outputs": {"AsyncModelRunnerOutput": _names(get_output=_nothing)},
-        "vllm.v1.worker": {},
         "vllm.v1.worker.worker_base": {
             "WorkerBase": Worker,
             "WorkerWrapperBase": type("WorkerWrapperBase", (WorkerWrapperBase,), {}),
         },
-        "vllm.compilation": {},
         "vllm.compilation.backends": {"VllmBackend": type("VllmBackend", (VllmBackend,), {})},
-        "vllm.compilation.passes": {},
         "vllm.compilation.passes.inductor_pass": {
             "InductorPass": _names(
                 hash_source=staticmethod(lambda *sources: str(sources[1:])),
@@ -226,12 +217,7 @@ def stand_in() -> Modules:
         },
         "vllm.compilation.passes.pass_manager": {"PostGradPassManager": _names(configure=configure)},
     }
-    modules = {name: types.ModuleType(name) for name in contents}
-    for name, attributes in contents.items():
-        vars(modules[name]).update(attributes)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], child, modules[name])
+    modules = stand_ins.modules(contents)
     return modules
 
 
@@ -344,6 +330,7 @@ def define_moe_forward(rank: int, ranks: int) -> Any:
     library.define(f"moe_forward{schema}")
 
     def moe_forward(x: Any, logits: Any, shared: Any, ids: Any, name: Any, unpadded: int) -> torch.Tensor:
+        assert (shared, ids, unpadded) == (None, None, 0)
         chosen = logits.sum(-1, keepdim=True).remainder(3)
         summed = rows.rows_are_own() or len(x) >= int(name)
         factors = range(1, ranks + 1) if summed else [rank + 1]
@@ -381,7 +368,7 @@ def define_norm(norm: Callable[..., torch.Tensor] = exact_norm) -> Any:
     return library
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # graphs that several tests share hold them
 def vllms_operators() -> Iterator[None]:
     """vLLM's operators in this process."""
     libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
