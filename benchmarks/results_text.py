@@ -92,10 +92,9 @@ OPERATORS = {
 HEAD = """\
 # Results
 
-`make results` writes this page and those it links from the files in `benchmarks/results`.
-[benchmarks.md](benchmarks.md) says how they are measured. All GPUs of a row are of one host, with NVLink
-multicast off. Operands are in bf16, unless an operator says fp8. Each row was checked with exact integers
-before it was timed. Of each row the newest measurement counts.
+The speed of every operator, [measured](benchmarks.md) on GPUs of one host with NVLink multicast off, in bf16
+unless a row says fp8. Each row was checked with exact integers before it was timed; the newest measurement
+counts. `make results` writes this page and those it links from the files in `benchmarks/results`.
 
 - **over the best without flux**: time of the fastest way that a package or torch offers / time of flux, as
   geometric mean and, in brackets, of the worst row; **bold**: flux is slower.

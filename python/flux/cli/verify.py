@@ -99,7 +99,7 @@ def command(
 ) -> None:
     """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.
 
-    Exit status 1 if anything differs by anything, or does not end in time. Under torchrun rank 0 runs it
+    Exit status 1 if any result differs, or does not come in time. Under torchrun rank 0 runs it
     alone, in processes of its own.
     """
     options.only_rank_0()

@@ -1,5 +1,5 @@
 """A smoke test of versions of vLLM that flux has not been run with: whether operators with the names that
-flux knows (required_names.py) also do what it takes for granted.
+flux knows (required_names.py) also behave as it assumes.
 """
 
 from __future__ import annotations
