@@ -1,12 +1,11 @@
 """torchtitan on flux between CPU processes: its `tp_gemm_backend="dist_gemm"` calls the two operators of
-torch.ops.symm_mem eagerly, forward and backward; `--compile.enable_async_tensor_parallel` is inductor's pass
-(test_async_tp.py).
-
-With torchtitan installed, its own functions run; else stand-ins that make the same calls.
+torch.ops.symm_mem eagerly, forward and backward; `--compile.enable_async_tensor_parallel` is inductor's pass.
+test_async_tp.py has both without torchtitan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -22,55 +21,26 @@ from flux.integrations import async_tp
 from flux.testing import spawn
 
 Tensor = torch.Tensor
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("triton") is None,
+        reason="needs torchtitan and triton, which are not installed",
+    ),
+    pytest.mark.skipif(
+        torch.__version__ < "2.12", reason="torchtitan 0.3 imports no model with torch before 2.12"
+    ),
+]
+
 ROWS, HIDDEN, INNER = 6, 16, 24  # of each rank
 
 
-class AllGatherLinear(torch.autograd.Function):
-    """x [M/p, K], weight [N/p, K] -> [M, N/p]. Backward, it gathers columns of x, transposed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, name: str) -> Tensor:
-        gathered, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.T], 0, name)
-        columns = gathered.chunk(group.size(), 1)[group.rank()].contiguous()
-        ctx.save_for_backward(columns, weight)
-        ctx.name = name
-        return out if bias is None else out + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        columns, weight = ctx.saved_tensors
-        of_x = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 0, ctx.name)
-        _, (of_weight,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            columns.T.contiguous(), [grad], 0, ctx.name
-        )
-        return of_x, of_weight.T.contiguous(), grad.sum(0), None, None
-
-
-class LinearReduceScatter(torch.autograd.Function):
-    """x [M, K/p], weight [N, K/p] -> [M/p, N]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.name = name
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        gathered, (of_x,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 0, ctx.name)
-        return of_x, gathered.T @ x, None, None, None
-
-
 def functions() -> tuple[Any, Any]:
-    """torchtitan's autograd functions, or the stand-ins."""
+    """torchtitan's autograd functions."""
     for name in ("linear", "dist_linear"):  # the later name first
-        try:
+        with contextlib.suppress(ImportError):
             module = importlib.import_module(f"torchtitan.distributed.{name}")
-        except ImportError:
-            continue
-        return module.AllGatherLinear, module.LinearReduceScatter
-    return AllGatherLinear, LinearReduceScatter
+            return module.AllGatherLinear, module.LinearReduceScatter
+    raise ImportError("torchtitan.distributed has neither linear nor dist_linear")
 
 
 def signs(seed: int, *shape: int) -> Tensor:
@@ -162,13 +132,6 @@ def whole_model(rank: int, p: int, how: str) -> str:
     return ""
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("triton") is None,
-    reason="needs torchtitan and triton, which are not installed",
-)
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torchtitan 0.3 imports no model with torch before 2.12"
-)
 @pytest.mark.parametrize(("world_size", "how"), [(2, "dist_gemm"), (4, "dist_gemm"), (2, "compiled")])
 def test_torchtitans_model_trains_as_stock(world_size: int, how: str) -> None:
     assert spawn(whole_model, world_size, how, backend="gloo", timeout_s=600) == [""] * world_size

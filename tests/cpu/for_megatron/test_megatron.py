@@ -226,27 +226,6 @@ def checkpoints(rank: int, world_size: int) -> None:
             assert_alike(got, grads[f"decoder.layers.1.{outside}_layernorm.{name}"])
 
 
-def data_parallelism(rank: int, world_size: int) -> None:
-    """Megatron's DistributedDataParallel: two replicas of two ranks each, gradients in main_grad in fp32."""
-    from megatron.core import parallel_state
-
-    from flux.integrations.megatron import accumulate_into_main_grad
-
-    config = make_config(sequence_parallel=True, add_bias_linear=True)
-    replica = parallel_state.get_data_parallel_rank()
-    grads: list[dict[str, torch.Tensor]] = []
-    for model in pair(config):
-        if grads:
-            accumulate_into_main_grad(model)
-        wrapped = replicas(model)
-        for seed in (replica, 2 + replica):
-            forward(wrapped, seed).backward()
-        grads.append(summed_grads(wrapped))
-        by_flux = [p.grad_added_to_main_grad for name, p in model.named_parameters() if ".linear_" in name]
-        assert any(by_flux) == (len(grads) == 2)
-    assert_alike(grads[1], grads[0])
-
-
 def replicated_gradients(rank: int, world_size: int) -> None:
     """reduce_replicated_grads sums what Megatron marks, also after torch has dropped the marks."""
     from flux.layers import reduce_replicated_grads
@@ -359,8 +338,7 @@ def cuda_graphs(rank: int, world_size: int) -> None:
     expecting_graphs.clear()
 
 
-# Megatron's groups are of two ranks. Importing it takes seconds: one set of processes for each world size.
-how: dict[str, Any] = {"prepare": partial(prepare, 2), "timeout_s": 240}
+# Importing Megatron takes seconds: one set of processes.
 test_megatron = scenario_test(
     (2,),
     cuda_graphs,
@@ -375,9 +353,9 @@ test_megatron = scenario_test(
     checkpoints,
     replicated_gradients,
     *steps.ALL,
-    **how,
+    prepare=partial(prepare, 2),
+    timeout_s=240,
 )
-test_data_parallelism = scenario_test((4,), data_parallelism, **how)
 
 
 def test_without_megatron_the_import_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

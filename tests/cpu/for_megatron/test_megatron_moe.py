@@ -115,26 +115,6 @@ def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) ->
     assert_alike(train(ours, 7 + rank)[:2], train(stock, 7 + rank)[:2])
 
 
-def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
-    """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32: by its hooks, and by
-    flux's GEMMs.
-    """
-    from flux.integrations.megatron import accumulate_into_main_grad
-
-    config, grads = make_moe_config(layout, moe_aux_loss_coeff=0.1), []
-    stock, ours = moe_pair(config, rank)
-    for model, by_flux in ((stock, False), (ours, False), (moe_pair(config, rank)[1], True)):
-        accumulate_into_main_grad(model, by_flux)
-        wrapped = replicas(model)
-        for seed in (rank, 2 + rank):
-            forward(wrapped, seed).backward()
-        grads.append(summed_grads(wrapped))
-        added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
-        assert added == {by_flux}
-    assert_alike(grads[1], grads[0])
-    assert_alike(grads[2], grads[0])
-
-
 def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """variable_seq_lengths. Stock gets as many tokens on all ranks, and a loss without the surplus."""
     uneven = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
@@ -284,6 +264,8 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
                 loss = forward(wrapped, 10 * step + replica)
             assert len(calls.names) == (6 if number else 0), calls.names
             loss.backward()
+            added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
+            assert added == {number == 1}
             summed_grads(wrapped)
             found.append(loss.detach())
             # In place of the optimizer, which wants CUDA tensors: each rank has its part of the parameters.
@@ -415,7 +397,6 @@ SCENARIOS = {
     "EP 2": (
         equal_to_stock,
         alltoall_becomes_flux,
-        data_parallelism,
         delayed_gradients,
         what_training_costs,
         gradients_of_scores,
