@@ -78,18 +78,13 @@ class CpuWorkspace(Workspace):
         self._shares_memory = all(f["shm"] is None and f["host"] == facts[0]["host"] for f in facts)
         return super()._verdict(op, facts)
 
-    def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
-        return None
-
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
+        nbytes = HEADER_BYTES + signal_bytes + 2 * slot_bytes
         try:
-            memory = shm.SharedMemory(
-                HEADER_BYTES + signal_bytes + 2 * slot_bytes, self.rank, self._rendezvous, op
-            )
+            self._memory = shm.SharedMemory(nbytes, self.rank, self._rendezvous, op)
         except CommTimeoutError as error:
             self.failure = error
             raise
-        self._memory = memory
         self._epoch = 0
         # Every slot has its own signal words, independent of the shape of a call. If a word belonged to
         # source A in call e and to source B in e+1, B's signal could pass for A's while the owner is still in
@@ -98,14 +93,8 @@ class CpuWorkspace(Workspace):
 
     @contextmanager
     def calling(self, call: Call, same: Same) -> Iterator[int]:
-        """Publishes the facts of the call to the peers, grows the workspace if needed, and yields the epoch.
-
-        Does not wait for peers unless the workspace must grow. At its end at the latest, waits until every
-        peer has begun the call.
-
-        Raises:
-            Disagreement: on all ranks, if any two make different calls. The epoch is used up.
-            CommTimeoutError: a peer did not begin the call in time.
+        """Publishes the facts of the call to the peers, and grows the workspace if needed. Waits for peers
+        only then, and at its end until all have begun the call. Raises as `agree`, with the epoch used up.
         """
         self.raise_if_failed()
         if self._memory is None:
@@ -151,15 +140,9 @@ class CpuWorkspace(Workspace):
         _native.core.store_release(address, self._next_epoch)
 
     def agree(self, op: str) -> None:
-        """Waits until every peer has begun this call, and compares the facts of all ranks.
-
-        This adds no synchronisation, because no rank can finish a call before every peer has begun it. A peer
-        cannot overwrite the entry that is read here, because it uses the entry of this parity again only two
-        calls later.
-
-        Raises:
-            Disagreement: on all ranks, if any two make different calls.
-            CommTimeoutError: a peer did not begin the call in time.
+        """Waits until every peer has begun this call, else CommTimeoutError; Disagreement, on all ranks, if
+        any two make different ones. Adds no synchronisation: no rank can finish a call before every peer has
+        begun it. A peer overwrites the entry that is read here only two calls later.
         """
         if self._agreed:
             return
@@ -190,12 +173,10 @@ class CpuWorkspace(Workspace):
         self._wait(op, source, self._signal(self.rank, slot, word), tile)
 
     def _finish(self) -> None:
-        """Ends a call: uses up its epoch, whether the call succeeded or all ranks refused it."""
         self._epoch = self._next_epoch
         _native.core.store_release(self._memory.peers[self.rank], self._epoch)
 
     def _entry(self, epoch: int) -> int:
-        """Offset of the entry in which every rank announces call number `epoch`."""
         return self._ENTRY_BYTES * (1 + (epoch & 1))
 
     def _signal(self, rank: int, slot: int, word: int) -> int:

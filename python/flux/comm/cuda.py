@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,22 +14,10 @@ from torch.distributed import ProcessGroup
 from flux import _env, _native
 from flux.comm import repeat, shm, symm_mem
 from flux.comm.group import name_of, why_fake
-from flux.comm.workspace import (
-    HEADER_BYTES,
-    NOTHING,
-    OP_NAMES,
-    Call,
-    Met,
-    Same,
-    Workspace,
-    call_facts,
-    compare_calls,
-    grown,
-)
+from flux.comm.workspace import HEADER_BYTES, NOTHING, OP_NAMES, Call, Met, Same, Workspace, call_facts, grown
 from flux.errors import CommTimeoutError
 
 _cuda: Any = torch.cuda  # parts of it are not typed
-_why_not: dict[int, str | None] = {}
 # By device (flux._core.LaunchOrder).
 _orders: dict[int, Any] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
@@ -37,27 +25,19 @@ _COMPARED: AbstractContextManager[int] = nullcontext(0)
 _PEER_GAVE_UP, _OVERLAP = 2, 3
 
 
+@functools.cache
 def why_not(device: torch.device) -> str | None:
     """Why flux's kernels cannot run on a CUDA device, or None."""
-    index = device.index
-    if index not in _why_not:
-        reason = _native.why_not()
-        if reason is None:
-            major, minor = torch.cuda.get_device_capability(device)
-            if (major, minor) != (9, 0):
-                reason = f"{device} has compute capability {major}.{minor}, the kernels need 9.0"
-        _why_not[index] = reason
-    return _why_not[index]
+    if (reason := _native.why_not()) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) == (9, 0):
+        return None
+    return f"{device} has compute capability {major}.{minor}, the kernels need 9.0"
 
 
-def load_kernels() -> None:
-    """Loads every kernel for the current device, once."""
-    torch.ops.flux._prepare()
-
-
-def _owned_by_others(stream_id: int) -> bool:
-    """Whether a stream is external to torch. Torch's own streams have odd ids, the default stream id 0."""
-    return stream_id != 0 and stream_id % 2 == 0
+def num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def refuse_capture(group: ProcessGroup, op: str) -> None:
@@ -74,10 +54,9 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
 class CudaWorkspace(Workspace):
     """Symmetric memory, and the pinned record to which a kernel reports a timeout.
 
-    Kernels count the epoch in the header on the device, so calls can be replayed in CUDA graphs.
-
-    Calls that use copy engines have separate buffers, and the host counts their epoch, because it must know
-    the destination buffer when it enqueues a copy. Such calls are never captured.
+    Kernels count the epoch in the header on the device, so calls can be replayed in CUDA graphs. Calls by
+    copy engines have separate buffers, and the host counts their epoch, because it must know the destination
+    buffer when it enqueues a copy; they are never captured.
     """
 
     carrier = "kernel"
@@ -98,7 +77,7 @@ class CudaWorkspace(Workspace):
         self._copy_room = (0, 0)  # signal_bytes and slot_bytes of the buffers for copy engines
         if self.why_not is None:
             # Lazy loading of a kernel can hang behind a kernel that spins, so load all kernels now.
-            load_kernels()
+            torch.ops.flux._prepare()
             # Pinned: kernels write it, the host reads it without synchronising.
             self._error = torch.zeros(16, dtype=torch.int32, pin_memory=True)
             self._error_address = self._error.data_ptr()
@@ -141,21 +120,13 @@ class CudaWorkspace(Workspace):
     ) -> tuple[symm_mem.SymmetricMemory, Any]:
         # Peers may write to the old buffers until they have reached this point too.
         torch.cuda.synchronize(self.device)
-        met = self._tell(op, {"rendezvous": symm_mem.rendezvous_count()})
+        met = self._tell(op, {"rendezvous": symm_mem.rendezvous_count})
         nbytes = HEADER_BYTES + signal_bytes + 2 * (slot_bytes + exchange_bytes)
-        memory = symm_mem.SymmetricMemory(
-            nbytes, self.group, self.device, [facts["rendezvous"] for facts in met]
-        )
-        symm_buffer = _native.core.SymmBuffer(
-            self.rank,
-            self.world_size,
-            memory.peers,
-            signal_bytes,
-            slot_bytes,
-            exchange_bytes,
-            self._error_address,
-            int(self.timeout_s * 1e9),
-        )
+        counts = [facts["rendezvous"] for facts in met]
+        memory = symm_mem.SymmetricMemory(nbytes, self.group, self.device, counts)
+        sizes = (signal_bytes, slot_bytes, exchange_bytes)
+        until = (self._error_address, int(self.timeout_s * 1e9))
+        symm_buffer = _native.core.SymmBuffer(self.rank, self.world_size, memory.peers, *sizes, *until)
         if exchange_bytes:
             memory.tensor[nbytes - 2 * exchange_bytes :].fill_(0xFF)  # kAbsent: no data has arrived
             torch.cuda.synchronize(self.device)
@@ -170,19 +141,13 @@ class CudaWorkspace(Workspace):
         self.raise_if_failed()
         self._same = same
         if self.compares_contents and not torch.cuda.is_current_stream_capturing():
-            self.turn.open()
-            compare_calls(call.op, self._meet(call.op, call_facts(call, same, True)))
+            self._compare(call.op, call_facts(call, same, True))
         return _COMPARED
 
     def enter(self, call: Call) -> Launch:
-        """Prepares the workspace for a launch on the current stream, which must be inside the `with` block.
-        Yields the address of the SymmBuffer, and 0 as the epoch, because the device counts.
-
-        Synchronises only if the workspace must grow.
-
-        Raises:
-            CommTimeoutError: an earlier call on this workspace timed out.
-            RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+        """Prepares a launch on the current stream, inside the `with` block. Yields the address of the
+        SymmBuffer, and 0 as the epoch, because the device counts. Synchronises only to grow, which a CUDA
+        graph cannot capture. Raises CommTimeoutError if an earlier call has timed out.
         """
         if self._error_code.value:
             self._raise_timeout(call.op)
@@ -202,19 +167,10 @@ class CudaWorkspace(Workspace):
         return self._copy_launch
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
-        """Collective: grows the buffers for copy engines to at least these sizes, if they are smaller.
-
-        Args:
-            facts: describe the call; must be equal on all ranks.
-
-        Raises:
-            ValueError: the ranks do not make the same call.
-            CommTimeoutError: a rank did not arrive in time.
-        """
+        """As grow, of the buffers for copy engines."""
         if self._fits_copy(signal_bytes, slot_bytes):
             return
-        self.turn.open()
-        compare_calls(op, self._meet(op, facts))
+        self._compare(op, facts)
         room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
         self._copy_region = self._make_region(*room, 0, op)
         self._copy_address = int(self._copy_region[1].address)
@@ -237,30 +193,19 @@ class CudaWorkspace(Workspace):
                     event = _cuda.ExternalStream(order.stream, device=self.device).record_event()
                 current.wait_event(event)
             order.stream = stream
-            if _owned_by_others(current.stream_id):
+            # Torch's own streams have odd ids, the default stream id 0.
+            if current.stream_id != 0 and current.stream_id % 2 == 0:
                 # An external stream may be destroyed before the next call, so record the event now, not then.
                 order.event = _cuda.Event()
             else:
                 order.lasts(stream)
 
-    def _launched(self) -> None:
-        event = self._order.event
-        if event is not None and not torch.cuda.is_current_stream_capturing():
-            event.record(torch.cuda.current_stream(self.device))
-
-    def remember(
-        self,
-        recipe: repeat.Recipe,
-        launch: Callable[[], object],
-        operands: Sequence[Sequence[int]],
-        by_copy_engine: bool = False,
-    ) -> None:
-        """Makes a call known that was made (flux.comm.repeat.remember), unless ranks compare all calls."""
+    def remember(self, recipe: repeat.Recipe, *given: Any, **how: Any) -> None:
+        """repeat.remember, unless ranks compare all calls, or a CUDA graph captures this one."""
         if self._may_remember():
-            repeat.remember(self.known, recipe, launch, operands, [int(by_copy_engine)] * len(operands))
+            repeat.remember(self.known, recipe, *given, **how)
 
     def remember_parts(self, recipe: repeat.Recipe, count: int) -> None:
-        """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
         if self._may_remember():
             repeat.remember_parts(self.known, recipe, count)
 
@@ -268,9 +213,6 @@ class CudaWorkspace(Workspace):
         return not self.compares_contents and not torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
-        """Raises the failure of the workspace, if any, such as a timeout that a kernel has recorded. Does not
-        synchronise.
-        """
         self.raise_if_failed()
         self._raise_timeout("check")
 
@@ -280,8 +222,7 @@ class CudaWorkspace(Workspace):
         if self.why_not is not None or not self._error_code.value:
             return
         op_id, rank, peer, tile, expected, seen = _native.core.read_error(self._error_address)
-        kind = self._error_code.value
-        if kind == _OVERLAP:
+        if self._error_code.value == _OVERLAP:
             self.failure = RuntimeError(
                 f"flux.{op}: two launches used the workspace of group {name_of(self.group)!r} at the same "
                 "time, and may have corrupted each other's results. Order the branches of a CUDA graph, and "
@@ -289,19 +230,11 @@ class CudaWorkspace(Workspace):
                 "flux.release(group=group) makes the group usable again."
             )
             raise self.failure
-        given_up = kind == _PEER_GAVE_UP
-        self.failure = CommTimeoutError(
-            OP_NAMES.get(op_id, op),
-            rank,
-            peer,
-            expected,
-            seen=seen,
-            tile=None if given_up else tile,
-            timeout_s=None if given_up else self.timeout_s,
-            detail=f"Rank {peer} has given up waiting, and may have overwritten what this rank read."
-            if given_up
-            else "",
-        )
+        how: dict[str, Any] = {"tile": tile, "timeout_s": self.timeout_s}
+        if self._error_code.value == _PEER_GAVE_UP:
+            gone = f"Rank {peer} has given up waiting, and may have overwritten what this rank read."
+            how = {"detail": gone}
+        self.failure = CommTimeoutError(OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, **how)
         raise self.failure
 
     def release(self) -> None:
@@ -311,10 +244,8 @@ class CudaWorkspace(Workspace):
 
 
 class Launch:
-    """Context manager of the launch of a call, which yields the address of its SymmBuffer and its epoch.
-
-    A CUDA graph that captures the launch keeps using the buffers; the user must order its replays, as for any
-    graph. By copy engines, entering it uses up the epoch.
+    """Context manager of a call's launch: yields the address of its SymmBuffer and its epoch, which copy
+    engines use up. A CUDA graph that captures it keeps using the buffers; the user must order replays.
     """
 
     __slots__ = ("_copies", "_workspace")
@@ -340,9 +271,9 @@ class Launch:
         return workspace._copy_address, workspace.known.copy_epoch
 
     def __exit__(self, *_: object) -> None:
-        workspace = self._workspace
+        order = self._workspace._order
         try:
-            if workspace._order.event is not None:
-                workspace._launched()
+            if order.event is not None and not torch.cuda.is_current_stream_capturing():
+                order.event.record(torch.cuda.current_stream(self._workspace.device))
         finally:
-            workspace._order.release()
+            order.release()

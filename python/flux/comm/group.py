@@ -11,8 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,21 +34,15 @@ GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
 
 
 def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
-    """The group that a ProcessGroup, 1-D DeviceMesh, name, or None (the default group) stands for.
-
-    Raises:
-        ValueError: torch.distributed is not initialised, the group has been destroyed, the name is unknown,
-            the mesh has more than one dimension, or this process is not a member.
-        TypeError: the argument is something else.
+    """The group that a ProcessGroup, 1-D DeviceMesh, name, or None (the default group) stands for. Raises
+    TypeError for something else, and ValueError for what stands for no live group with this process.
     """
+    if group is None:
+        group = dist.group.WORLD
     if isinstance(group, ProcessGroup):
         if group not in _c10d._world.pg_map:
             raise ValueError(f"{op}: group: expected a live group, got one that has been destroyed")
         return group
-    if group is None:
-        world: ProcessGroup | None = dist.group.WORLD
-        if world is not None:
-            return world
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             f"{op}: group: expected an initialised torch.distributed (call init_process_group first)"
@@ -82,24 +75,22 @@ def process_group(name: str) -> ProcessGroup:
 
 
 def group_name(group: GroupLike, op: str) -> str:
-    """Name of the group, as torch operators carry it. torch.compile treats it as a constant."""
+    """Name of the group, as torch operators carry it."""
     return str(resolve_group(group, op).group_name)
 
 
 def world_size(group: GroupLike, op: str) -> int:
-    """Number of ranks of the group. torch.compile treats it as a constant."""
     return resolve_group(group, op).size()
 
 
-# Functions to mark as torch.compiler.assume_constant_result would. Calling that would import the compiler,
-# which takes longer than all other imports of flux together, also in programs that compile nothing.
+# To torch.compile these are constants, as by torch.compiler.assume_constant_result. Calling that would import
+# the compiler, which takes longer than all other imports of flux together.
 _constant: tuple[Any, ...] = (group_name, world_size)
 for _function in _constant:
     _function._dynamo_marked_constant = True
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A group that flux has made: its name, the group that it is a part of, and its members in that."""
 
     name: str
@@ -113,14 +104,10 @@ _parts: dict[ProcessGroup, _Part] = {}
 
 def part_of(group: ProcessGroup, members: Sequence[int], name: str) -> ProcessGroup:
     """A group of some ranks of another one, for flux's own calls that run fused: it has a store, and no
-    backend.
+    backend. members: in order, this rank among them. name: never used before, the same on all members.
 
     Not a collective. torch.distributed.new_group would be one of the whole job, or, with
     use_local_synchronization, need the same number of groups on all members.
-
-    Args:
-        members: ranks in `group`, this one among them, in order.
-        name: has never been used before, and is the same on all members.
     """
     store = _c10d.PrefixStore(f"flux/{name}", store_of(group))
     part = ProcessGroup(store, members.index(group.rank()), len(members))
@@ -137,18 +124,15 @@ def name_of(group: ProcessGroup) -> str:
 
 
 def is_part(group: ProcessGroup) -> bool:
-    """Whether flux has made a group, as a part of another one."""
     return group in _parts
 
 
 def forget_part(part: ProcessGroup) -> None:
-    """Undoes part_of."""
     if part in _parts:
         _c10d._unregister_process_group(_parts.pop(part).name)
 
 
 def is_live(group: ProcessGroup) -> bool:
-    """Whether a group has not been destroyed."""
     return is_live(_parts[group].of) if group in _parts else group in _c10d._world.pg_map
 
 
@@ -164,7 +148,6 @@ def why_fake(group: ProcessGroup) -> str | None:
 
 
 def store_of(group: ProcessGroup) -> Any:
-    """The key-value store of a group."""
     return _parts[group].store if group in _parts else _c10d._get_process_group_store(group)
 
 
@@ -180,17 +163,13 @@ class Rendezvous:
     """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
 
     All ranks must make the exchanges in the same order. Keys contain the kind of workspace, and a number on
-    which the ranks agree in begin(). Ranks cannot count by themselves, because some may have failed more
-    often.
+    which the ranks agree in begin(): some may have failed more often than others.
     """
 
     def __init__(self, store: Any, base: str, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._base = base
-        self._prefix = ""
+        self._store, self._base, self._rank, self._world_size = store, base, rank, world_size
         self._count = 0
+        self.place = ""  # a prefix for keys, equal on all ranks, which no other rendezvous has, after begin()
 
     @classmethod
     def of(cls, group: ProcessGroup, tag: str) -> Rendezvous:
@@ -202,42 +181,33 @@ class Rendezvous:
         base = f"flux/{tag}/{name_of(group)}/{members}"
         return cls(store_of(group), base, group.rank(), group.size())
 
-    @property
-    def place(self) -> str:
-        """A prefix for keys, equal on all ranks, which no other rendezvous has. Known after begin()."""
-        return self._prefix
-
     def begin(self, op: str) -> None:
         """A barrier that agrees on a number: rank 0 waits for all ranks' tokens, and answers each with it.
 
-        A rank that gives up withdraws its token, so a failure leaves no state: all ranks may try again.
-
-        Raises:
-            CommTimeoutError: a rank did not arrive within FLUX_TIMEOUT_S.
+        A rank that gives up, with CommTimeoutError, withdraws its token, so that all may try again.
         """
-        token = uuid.uuid4().hex
-        place = f"{self._base}/join"
-        left = _GAVE_UP
+        number = token = uuid.uuid4().hex
+        place, left = f"{self._base}/join", _GAVE_UP
         try:
             self._set(op, f"{place}/{self._rank}", token)
+            deadline = time.monotonic() + _patience_s()
             if self._rank == 0:
-                deadline = time.monotonic() + _patience_s()
                 joined = range(1, self._world_size)
-                tokens = [self._wait(op, peer, f"{place}/{peer}", deadline, _is_token) for peer in joined]
+                tokens = [
+                    self._wait(op, peer, f"{place}/{peer}", deadline, ("", _GAVE_UP)) for peer in joined
+                ]
                 for peer, theirs in zip(joined, tokens, strict=True):
                     self._set(op, f"{self._base}/begin/{peer}/{theirs}", token)
-                number = token
             else:
-                number = self._await_number(op, place, token)
+                number = self._await_number(op, place, token, deadline)
             left = ""
         finally:
             # The store itself may have failed.
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{place}/{self._rank}", left)
-        self._prefix = f"{self._base}/{number}"
+        self.place = f"{self._base}/{number}"
 
-    def _await_number(self, op: str, place: str, token: str) -> str:
-        deadline = time.monotonic() + _patience_s()
+    def _await_number(self, op: str, place: str, token: str, deadline: float) -> str:
         try:
             return self._wait(op, 0, f"{self._base}/begin/{self._rank}/{token}", deadline)
         except CommTimeoutError:
@@ -249,33 +219,28 @@ class Rendezvous:
             raise
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """All-gathers `facts`: returns those of all ranks, in rank order.
-
-        Raises:
-            CommTimeoutError: a rank did not arrive within FLUX_TIMEOUT_S.
-            RuntimeError: the store has an invalid value instead of a rank's facts.
+        """The facts of all ranks, in rank order. Raises CommTimeoutError if one did not arrive within
+        FLUX_TIMEOUT_S, and RuntimeError if the store has something else instead of its facts.
         """
         self._count += 1
         return self._gather(op, str(self._count), facts)
 
     def leave(self, op: str, wait: bool) -> None:
-        """Announces that this rank makes no more exchanges; with `wait`, waits until all ranks have done so.
-
-        Raises:
-            CommTimeoutError: a rank did not leave within FLUX_TIMEOUT_S.
+        """Announces that this rank makes no more exchanges; with `wait`, waits until all ranks have done so,
+        with the deadline of `exchange`.
         """
         if wait:
             self._gather(op, "leave", {})
         else:
-            self._set(op, f"{self._prefix}/leave/{self._rank}", "{}")
+            self._set(op, f"{self.place}/leave/{self._rank}", "{}")
 
     def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        prefix = f"{self._prefix}/{place}"
-        deadline = time.monotonic() + _patience_s()
+        prefix, deadline = f"{self.place}/{place}", time.monotonic() + _patience_s()
         self._set(op, f"{prefix}/{self._rank}", json.dumps(facts))
-        peers = range(self._world_size)
-        values = [self._wait(op, peer, f"{prefix}/{peer}", deadline) for peer in peers]
-        return [_parse(op, peer, value) for peer, value in zip(peers, values, strict=True)]
+        values = [self._wait(op, peer, f"{prefix}/{peer}", deadline) for peer in range(self._world_size)]
+        with contextlib.suppress(RuntimeError):  # all ranks have read what came before
+            self._store.delete_key(f"{self.place}/{self._count - 1}/{self._rank}")
+        return [_parse(op, peer, value) for peer, value in enumerate(values)]
 
     def _set(self, op: str, key: str, value: str) -> None:
         try:
@@ -283,26 +248,20 @@ class Rendezvous:
         except RuntimeError as error:
             raise self._store_failed(op, self._rank, error) from error
 
-    def _wait(
-        self, op: str, peer: int, key: str, deadline: float, accept: Callable[[str], bool] | None = None
-    ) -> str:
-        """Polls a key that `peer` sets, or causes to be set, until its value is acceptable; returns that."""
+    def _wait(self, op: str, peer: int, key: str, deadline: float, refuse: Sequence[str] = ()) -> str:
+        """Polls a key that `peer` sets, or causes to be set, until it has a value that is not refused."""
         pause_s = 0.0005
-        try:
-            # Polling, unlike Store.wait, can be interrupted from the keyboard.
-            while True:
-                if self._store.check([key]):
-                    value = str(self._store.get(key).decode(errors="replace"))
-                    if accept is None or accept(value):
-                        return value
-                if time.monotonic() > deadline:
-                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s())
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.02)
-        except CommTimeoutError:
-            raise
-        except RuntimeError as error:
-            raise self._store_failed(op, peer, error) from error
+        while True:  # polling, unlike Store.wait, can be interrupted from the keyboard
+            try:
+                value = self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+            except RuntimeError as error:
+                raise self._store_failed(op, peer, error) from error
+            if value is not None and value not in refuse:
+                return str(value)
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s())
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
 
     def _store_failed(self, op: str, peer: int, error: RuntimeError) -> CommTimeoutError:
         # The store is hosted by one of the job's processes, which may have died.
@@ -331,30 +290,20 @@ def _patience_s() -> float:
         return float(_env.default("FLUX_TIMEOUT_S"))
 
 
-def _is_token(value: str) -> bool:
-    return value not in ("", _GAVE_UP)
-
-
 def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
     """Parses the facts of a rank. Checks the value, because any client of the store can write it."""
-    facts = None
     if len(value) <= _MAX_FACTS_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
-            facts = json.loads(value)
-    if not isinstance(facts, dict):
-        raise RuntimeError(
-            f"flux.{op}: rendezvous: expected the facts of rank {peer}, a JSON object of at most "
-            f"{_MAX_FACTS_BYTES} bytes, got {len(value)} bytes that begin with {value[:60]!r}"
-        )
-    return facts
+            if isinstance(facts := json.loads(value), dict):
+                return facts
+    raise RuntimeError(
+        f"flux.{op}: rendezvous: expected the facts of rank {peer}, a JSON object of at most "
+        f"{_MAX_FACTS_BYTES} bytes, got {len(value)} bytes that begin with {value[:60]!r}"
+    )
 
 
 def check_alike(op: str, facts: Sequence[dict[str, Any]], mine: dict[str, Any]) -> None:
-    """Checks that all ranks told facts of the types of this rank's own. A reason may be None.
-
-    Raises:
-        RuntimeError: names the rank, the fact, the expected and the told value.
-    """
+    """Raises RuntimeError if a rank told facts of other types than this rank's own. A reason may be None."""
     for rank, told in enumerate(facts):
         if problem := _unlike(told, mine):
             raise RuntimeError(f"flux.{op}: rendezvous: rank {rank}: {problem}")

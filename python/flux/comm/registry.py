@@ -38,13 +38,9 @@ def in_turn(
     group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
 ) -> T:
     """Runs fn(*arguments), a whole call on a group. Calls of several threads run one after the other, in
-    order of arrival. If an exception ends a call of which peers may have seen a part, the group refuses all
-    further calls (CallTurn in csrc/bindings/call_turn.h says between which two points).
-
-    All ranks must make a group's calls in the same order, which is the callers' responsibility.
-
-    Args:
-        holds: fn makes a call in its turn, and has work around it that is not flux's, such as autograd's.
+    order of arrival; that all ranks make them in the same order is the callers' responsibility. If an
+    exception ends a call of which peers may have seen a part, the group refuses all further calls (CallTurn
+    in csrc/bindings/call_turn.h). holds: fn has work around a call that is not flux's, such as autograd's.
     """
     if group.size() == 1:
         return fn(*arguments)
@@ -88,7 +84,9 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
         facts = kind.meet(group, device, op, rendezvous)
         met = Met(group, device, op, rendezvous, its_turn, facts)
         several = of_nodes([fact["node"] for fact in facts])[0] is not None
-        workspace: Workspace = _of_nodes(NodesWorkspace(met), op) if several else kind(met)
+        workspace: Workspace = (NodesWorkspace if several else kind)(met)
+        if isinstance(workspace, NodesWorkspace):  # the own node has a group and a workspace of its own
+            workspace.join(op, lambda part, device, op: in_turn(part, device, get, part, device, op), release)
         _workspaces[key] = workspace
     except CommTimeoutError as error:
         _unfinished[key] = (rendezvous, error)
@@ -105,11 +103,10 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
 
 def known_of_one_rank(group: ProcessGroup) -> Any:
     """The known calls of a group of one rank, whose calls need no workspace."""
-    found = repeat.of_groups.get(group)
-    if found is not None:
-        return found
-    _forget_destroyed_groups()
-    return repeat.of_groups.setdefault(group, repeat.make(group_name=str(group.group_name)))
+    if group not in repeat.of_groups:
+        _forget_destroyed_groups()
+        repeat.of_groups.setdefault(group, repeat.make(group_name=str(group.group_name)))
+    return repeat.of_groups[group]
 
 
 def _clear() -> None:
@@ -128,10 +125,8 @@ def _refuse_forked(group: ProcessGroup, op: str) -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child: forgets the parent's workspaces, so that all calls come to _refuse_forked.
-
-    Nothing is freed, because destructors would disturb the parent (sockets), wait for its threads, or fail
-    (GPU memory).
+    """In a forked child: forgets the parent's workspaces, so that all calls come to _refuse_forked. Frees
+    nothing: destructors would disturb the parent (sockets), wait for its threads, or fail (GPU memory).
     """
     _of_parent.update(groups.live())
     kept = [dict(each) for each in (_workspaces, _turns, _unfinished)]
@@ -144,20 +139,11 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _of_nodes(workspace: NodesWorkspace, op: str) -> NodesWorkspace:
-    """Completes the workspace of a group of several nodes, whose own node has a group and a workspace of its
-    own.
-    """
-    workspace.join(op, lambda part, device, op: in_turn(part, device, get, part, device, op), release)
-    return workspace
-
-
 def _raise_if_unfinished(key: Key) -> None:
-    lost = _unfinished[key][1] if key in _unfinished else None
-    if lost is not None:
+    if key in _unfinished and (lost := _unfinished[key][1]) is not None:
         raise lost
-    if turn(*key).broken_by is not None:
-        raise broken_off(key[0], turn(*key).broken_by)
+    if (broken_by := turn(*key).broken_by) is not None:
+        raise broken_off(key[0], broken_by)
 
 
 def _forget_destroyed_groups() -> None:
@@ -165,14 +151,13 @@ def _forget_destroyed_groups() -> None:
         for key in list(kept):  # a copy: other threads add to them
             if not groups.is_live(key[0]):
                 kept.pop(key, None)
-    for group in list(repeat.of_groups):
-        if not groups.is_live(group):
-            repeat.of_groups.pop(group, None)
-    expecting_graphs.difference_update([group for group in expecting_graphs if not groups.is_live(group)])
+    for group in [group for group in (*repeat.of_groups, *expecting_graphs) if not groups.is_live(group)]:
+        repeat.of_groups.pop(group, None)
+        expecting_graphs.discard(group)
 
 
 def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
-    """The workspace of a group on a device if there is one. Not a collective."""
+    """As get, if there is one. Not a collective."""
     return _workspaces.get((group, device))
 
 

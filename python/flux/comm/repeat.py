@@ -12,16 +12,15 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.distributed_c10d
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from flux import _native
-from flux.comm.group import GroupLike
+from flux.comm.group import GroupLike, resolve_group
 
 _c10d: Any = torch.distributed.distributed_c10d
 _C: Any = torch._C
@@ -32,12 +31,7 @@ ABSENT: int = _native.core.ABSENT_OPERAND
 _count = itertools.count()
 _all: weakref.WeakSet[Any] = weakref.WeakSet()  # KnownCalls
 
-# What enqueues kernels; and for each of them the numbers of all tensors that its operator takes, in the order
-# of its arguments.
-Launch: TypeAlias = Callable[[], object]
-Operands: TypeAlias = Sequence[Sequence[int]]
-# For each launch None; or what it is instead, a function of its operands that calls torch.
-Steps: TypeAlias = "Sequence[Callable[..., object] | None]"
+Launch: TypeAlias = Callable[[], object]  # enqueues kernels
 
 # Of tensors in one block, in bytes: what a cache line of the GPU holds, so that no two share one.
 _BLOCK_ALIGNMENT = 128
@@ -45,25 +39,14 @@ _BLOCK_ALIGNMENT = 128
 # Of a tensor that a call allocates: shape, strides or None if it is contiguous, the argument it is like, its
 # dtype or None if the argument has the same, and strides and offset in the call's block or None.
 Fresh: TypeAlias = tuple[
-    tuple[int, ...],
-    tuple[int, ...] | None,
-    int,
-    "torch.dtype | None",
-    tuple[tuple[int, ...], int] | None,
+    tuple[int, ...], tuple[int, ...] | None, int, "torch.dtype | None", tuple[tuple[int, ...], int] | None
 ]
 
 
-class Part(NamedTuple):
-    """Launches of a call that consists of others, or of one of these, whose operands are tensors.
-
-    Attributes:
-        copy_calls: for each launch the number, from 1, of the call by copy engines that it belongs to, or 0.
-    """
-
-    launch: Launch
-    operands: Sequence[Sequence[Any]]
-    copy_calls: Sequence[int]
-    steps: Steps
+# A launch of a call: all tensors that its operator takes, in the order of its arguments; the number, from 1,
+# of the call by copy engines that it belongs to, or 0; and None, or what it is instead: a function of the
+# operands that calls torch.
+Kernel: TypeAlias = "tuple[Sequence[Any], int, Callable[..., object] | None]"
 
 
 def operator() -> int:
@@ -77,41 +60,36 @@ class Recipe:
     """
 
     def __init__(self, operator: int, given: Mapping[str, Any], within: Recipe | None = None) -> None:
-        """
-        Args:
-            operator: its number.
-            given: tensors and options by name, in the order in which `KnownCalls.call` gets them.
-            within: of the call that this one is a part of. Then it is not known itself, but with the whole.
+        """given: tensors and options by name, in the order in which `KnownCalls.call` gets them. within: of
+        the call that this one is a part of. Then it is not known itself, but with the whole.
         """
         self.given = (operator, *given.values())
         self.within = within
-        # The tensors that the call writes as its caller gets them, and what ranks compare of it.
-        self.out: Any = None
-        self.same: Any = {}
+        self.out: Any = None  # the tensors that the call writes, as its caller gets them
+        self.same: Any = {}  # what ranks compare of it
         self._numbers = dict(zip(given, range(1, len(given) + 1), strict=True))
         self.fresh: list[Fresh | None] = []  # None: a step makes it
         self.block: Fresh | None = None
         self.results: list[int] = []
         self.follows: tuple[Callable[..., Any], list[int], list[int]] | None = None
         self._made: list[torch.Tensor] = []
-        self._parts: list[Part] = []
-        self._theirs: list[torch.Tensor] = []  # made by parts
+        # Of calls within this one: their launches, with tensors as operands, and the tensors that they make.
+        self._parts: list[Launch] = []
+        self._kernels: list[Kernel] = []
+        self._theirs: list[torch.Tensor] = []
 
     def number(self, name: str) -> int:
         """The operand for an argument, which may be absent."""
         return self._numbers.get(name, ABSENT)
 
     def numbers(self, *names: str) -> list[int]:
-        """As number, for several arguments."""
         return list(map(self._numbers.get, names, itertools.repeat(ABSENT)))
 
     def in_place(self, **operands: Any) -> bool:
         """Whether kernels read these arguments themselves, and no copies. operands: may be no tensors."""
         for name, operand in operands.items():
-            if (
-                isinstance(operand, torch.Tensor)
-                and operand.data_ptr() != self.given[self._numbers[name]].data_ptr()
-            ):
+            is_tensor = isinstance(operand, torch.Tensor)
+            if is_tensor and operand.data_ptr() != self.given[self._numbers[name]].data_ptr():
                 return False
         return True
 
@@ -155,36 +133,39 @@ class Recipe:
         self.results.append(number if given else self.allocates(tensor))
         return self.results[-1]
 
-    def add(
-        self, part: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int], steps: Steps
-    ) -> None:
-        """Adds a call within this one; arguments as those of `remember`."""
-        tensors = [[part._tensor(operand) for operand in of_kernel] for of_kernel in operands]
-        self._parts.append(Part(launch, tensors, copy_calls, steps))
+    def add(self, part: Recipe, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Adds a call within this one."""
+
+        def of(operand: int) -> Any:
+            if operand == ABSENT:
+                return None
+            return part._made[-1 - operand] if operand < 0 else part.given[operand]
+
+        before = max((copy_call for _, copy_call, _ in self._kernels), default=0)
+        for operands, copy_call, step in kernels:
+            self._kernels.append((list(map(of, operands)), copy_call and before + copy_call, step))
+        self._parts.append(launch)
         self._theirs += part._made
 
     def add_step(self, step: Callable[..., object], *tensors: torch.Tensor) -> None:
         """Adds work of torch on these tensors, in place: between the calls within this one, or after them."""
-        self._parts.append(Part(lambda: None, [tensors], [0], [step]))
+        self._parts.append(lambda: None)
+        self._kernels.append((tensors, 0, step))
 
     def made_by(
         self, step: Callable[..., Any], operands: Sequence[int], made: Sequence[torch.Tensor]
     ) -> None:
-        """Lets torch make results when all else of the call is enqueued.
-
-        Args:
-            step: returns one tensor, or a tuple of several.
-            operands: of the step.
-            made: what it has made now, of the results that were named before.
+        """Lets torch make results when all else of the call is enqueued: a step of these operands, which
+        returns one tensor, or a tuple of several. made: what it has made now, of the results named before.
         """
         numbers = [next(i for i, each in enumerate(self._made) if each is one) for one in made]
         for number in numbers:
             self.fresh[number] = None
         self.follows = (step, list(operands), [-1 - number for number in numbers])
 
-    def whole(self, count: int) -> Part | None:
-        """The launches of the `count` calls within this one, with operands of this one. None if they cannot
-        be repeated: not all of them could be known, or one has an operand that this recipe does not name.
+    def whole(self, count: int) -> list[Kernel] | None:
+        """The launches of the `count` calls within this one, with operands of this one. None if not all of
+        them could be known, or one has an operand that this recipe does not name.
         """
         given = {i: each for i, each in enumerate(self.given) if isinstance(each, torch.Tensor)}
         own = {each.data_ptr() for each in (*given.values(), *self._made)}
@@ -194,26 +175,18 @@ class Recipe:
                 self.allocates(each)
         given |= {-1 - i: each for i, each in enumerate(self._made)}
         numbers = {tensor.data_ptr(): number for number, tensor in given.items()}
-        tensors = [each for part in self._parts for of_kernel in part.operands for each in of_kernel]
-        known = all(tensor is None or tensor.data_ptr() in numbers for tensor in tensors)
+        used = [each for operands, _, _ in self._kernels for each in operands if each is not None]
+        known = all(tensor.data_ptr() in numbers for tensor in used)
         if len(self._parts) != count or len(numbers) != len(given) or not known:
             return None
-        operands = [
-            [ABSENT if tensor is None else numbers[tensor.data_ptr()] for tensor in of_kernel]
-            for part in self._parts
-            for of_kernel in part.operands
+        return [
+            ([ABSENT if each is None else numbers[each.data_ptr()] for each in operands], copy_call, step)
+            for operands, copy_call, step in self._kernels
         ]
-        copy_calls: list[int] = []
-        for part in self._parts:
-            before = max(copy_calls, default=0)
-            copy_calls += [before + number if number else 0 for number in part.copy_calls]
-        steps = [step for part in self._parts for step in part.steps]
-        return Part(lambda: [part.launch() for part in self._parts], operands, copy_calls, steps)
 
-    def _tensor(self, operand: int) -> torch.Tensor | None:
-        if operand == ABSENT:
-            return None
-        return self._made[-1 - operand] if operand < 0 else cast("torch.Tensor | None", self.given[operand])
+    def launch_parts(self) -> None:
+        for launch in self._parts:
+            launch()
 
 
 # Of tensors with which calls are repeated. Torch calls no Python for them.
@@ -226,18 +199,14 @@ def _torch() -> Any:
     exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange_api is None:
         return None
-    states = [
-        _C._len_torch_dispatch_stack,
-        _C._functorch.peek_interpreter_stack,
-        _C._is_any_autocast_enabled,
-    ]
+    functorch, dispatch_stack = _C._functorch.peek_interpreter_stack, _C._len_torch_dispatch_stack
     return _native.core.Torch(
         exchange_api,
         types=plain_types,
         dtype=torch.dtype,
         # What code that torch compiles makes its views with.
         view=getattr(_C._dynamo.guards, "_reinterpret_tensor", None),
-        states=states,
+        states=[dispatch_stack, functorch, _C._is_any_autocast_enabled],
         grad_enabled=torch.is_grad_enabled,
         profiler_enabled=_C._autograd._profiler_enabled,
         increment_version=_C._increment_version,
@@ -274,7 +243,7 @@ def without_group() -> Any:
     return make()
 
 
-def keep(launch: Callable[[], object]) -> list[int]:
+def keep(launch: Launch) -> list[int]:
     """The handles of launches, which are kept instead of enqueued."""
     _ops.flux._keep()
     try:
@@ -288,41 +257,34 @@ def remember(
     calls: Any,
     recipe: Recipe,
     launch: Launch,
-    operands: Operands,
-    copy_calls: Sequence[int] = (),
-    steps: Steps = (),
+    operands: Sequence[Sequence[int]],
+    by_copy_engine: bool = False,
+    kernels: Sequence[Kernel] = (),
 ) -> None:
-    """Makes a call known that was made. It returns one result, or a tuple of several.
+    """Makes a call known that was made, in these KnownCalls. It returns one result, or a tuple of several.
 
     Args:
-        calls: KnownCalls.
         launch: enqueues the kernels of the call once more.
-        operands: for each kernel all tensors that its operator takes, in the order of its arguments. Kernels
-            must read and write them in place, without copies.
-        copy_calls: as in `Part`; none: no copy engine, whose calls the host counts.
-        steps: none: kernels only.
+        operands: of each kernel, which must read and write them in place, without copies.
+        by_copy_engine: copy engines carry it, whose calls the host counts. kernels: instead of these two.
     """
-    steps = steps or [None] * len(operands)
-    copy_calls = copy_calls or [0] * len(operands)
+    copy_call = itertools.repeat(int(by_copy_engine))
+    kernels = kernels or list(zip(operands, copy_call, itertools.repeat(None), strict=False))
     if recipe.within is not None:
-        recipe.within.add(recipe, launch, operands, copy_calls, steps)
-        return
-    if calls.knows(*recipe.given):
-        return
-    handles = keep(launch)
-    of_kernels = iter(handles)
-    numbers = [0 if step else next(of_kernels) for step in steps]
-    assert len(handles) == steps.count(None)
-    launches = list(zip(numbers, operands, copy_calls, steps, strict=True))
-    one = len(recipe.results) == 1
-    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, recipe.block, recipe.follows)
+        recipe.within.add(recipe, launch, kernels)
+    elif not calls.knows(*recipe.given):
+        handles = iter(keep(launch))
+        launches = [(0 if kernel[2] else next(handles), *kernel) for kernel in kernels]
+        assert next(handles, None) is None
+        results, one = recipe.results, len(recipe.results) == 1
+        calls.remember(recipe.given, recipe.fresh, launches, results, one, recipe.block, recipe.follows)
 
 
 def remember_parts(calls: Any, recipe: Recipe, count: int) -> None:
     """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
-    whole = recipe.whole(count)
-    if whole is not None:
-        remember(calls, recipe, *whole)
+    kernels = recipe.whole(count)
+    if kernels is not None:
+        remember(calls, recipe, recipe.launch_parts, (), kernels=kernels)
 
 
 # Of the first device of each group that has a workspace there; of all devices for a group of one rank.
@@ -333,15 +295,10 @@ def of(group: GroupLike) -> Any:
     """The known calls of a group, or None if there are none."""
     if group is None:
         group = _c10d._world.default_pg
-    elif isinstance(group, str):
+    else:
         try:
-            group = _c10d._resolve_process_group(group)
-        except (RuntimeError, ValueError):
+            by_name = isinstance(group, str)
+            group = _c10d._resolve_process_group(group) if by_name else resolve_group(group, "")
+        except (RuntimeError, TypeError, ValueError):
             return None
-    elif not isinstance(group, ProcessGroup):
-        if not isinstance(group, DeviceMesh) or group.ndim != 1:
-            return None
-        group = group.get_group()
-    elif group not in _c10d._world.pg_map:
-        return None
     return of_groups.get(group)  # type: ignore[arg-type]

@@ -55,7 +55,6 @@ def host_id() -> str:
 
 
 def why_not() -> str | None:
-    """Why this process cannot share memory, or None."""
     if not os.access(_DIRECTORY, os.R_OK | os.W_OK | os.X_OK):
         return f"{_DIRECTORY} is not there or not writable"
     return None
@@ -66,11 +65,6 @@ class SharedMemory:
 
     An exception, KeyboardInterrupt included, leaves no name, mapping or descriptor behind.
 
-    Attributes:
-        views: for every rank, its bytes as a uint8 tensor.
-        peers: for every rank, the address of its bytes in this process.
-        nbytes: bytes per rank.
-
     Raises:
         NoSharedMemory: on all ranks, if one of them cannot create its segment or refuses that of a peer.
         CommTimeoutError: a rank did not come, or gave up before another one came.
@@ -78,7 +72,7 @@ class SharedMemory:
 
     def __init__(self, nbytes: int, rank: int, rendezvous: Rendezvous, op: str) -> None:
         self.nbytes = nbytes
-        self.views: list[torch.Tensor] = []
+        self.views: list[torch.Tensor] = []  # the bytes of each rank
         names = [f"flux-{os.getpid()}-{secrets.token_hex(20)}"]
         try:
             try:
@@ -88,7 +82,7 @@ class SharedMemory:
                     _remove(names)
             finally:
                 _remove(names)  # again, in case an interrupt ended the first
-            self.peers = [view.data_ptr() for view in self.views]
+            self.peers = [view.data_ptr() for view in self.views]  # the addresses of these
         except BaseException:
             # A traceback may keep this object alive, but must not keep the memory mapped.
             self.views.clear()
@@ -111,13 +105,9 @@ class SharedMemory:
             _text(fact.get("error")) if name else f"expected a segment's name, got {fact.get('name')!r:.80}"
             for fact, name in zip(facts, told, strict=True)
         ]
-        advice = ""
-        if any(fact.get("full") for fact in facts):
-            advice = (
-                f". The {len(facts)} ranks of the group need {len(facts) * self.nbytes} bytes there: "
-                f"remove files, or enlarge it {WAY_OUT}"
-            )
-        raise_if_any(op, errors, advice)
+        need = f". The {len(facts)} ranks of the group need {len(facts) * self.nbytes} bytes there"
+        is_full = any(fact.get("full") for fact in facts)
+        raise_if_any(op, errors, f"{need}: remove files, or enlarge it {WAY_OUT}" if is_full else "")
 
         error, gone = "", None
         for peer, name in enumerate(names[1:]):
@@ -139,7 +129,7 @@ class SharedMemory:
 
 
 def _name(name: object) -> str | None:
-    """The name if it is a valid segment name, else None: no path out of the directory, no file of others."""
+    """The name if it is one of a segment, else None: no path out of the directory, no file of others."""
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
@@ -148,7 +138,6 @@ def _text(error: object) -> str:
 
 
 def raise_if_any(op: str, errors: list[str], advice: str = "") -> None:
-    """Raises NoSharedMemory with the errors of the ranks that have one."""
     told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if told:
         raise NoSharedMemory(f"flux.{op}: no shared memory: " + "; ".join(told) + advice)
@@ -167,16 +156,13 @@ def _create(name: str, nbytes: int) -> torch.Tensor:
 
 
 def _open(name: str, nbytes: int) -> torch.Tensor:
-    """A peer's segment, mapped.
-
-    Raises:
-        ValueError: the file with this name is not a private segment of `nbytes` bytes.
-    """
+    """A peer's segment, mapped. Raises ValueError if the file is not a private segment of `nbytes` bytes."""
     with _file(name, _FLAGS) as file:
         # fstat of the open file, not of its path, which could name another file by now.
         found = os.fstat(file.fileno())
+        is_file, letter = stat.S_ISREG(found.st_mode), stat.filemode(found.st_mode)[0]
         checks: tuple[tuple[str, Any, Any], ...] = (
-            ("type", "regular file", _type(found.st_mode)),
+            ("type", "regular file", "regular file" if is_file else f"file of type {letter}"),
             ("owner", f"uid {os.geteuid()}", f"uid {found.st_uid}"),
             ("access of others", "none", oct(found.st_mode & 0o077) if found.st_mode & 0o077 else "none"),
             ("links", 1, found.st_nlink),
@@ -186,10 +172,6 @@ def _open(name: str, nbytes: int) -> torch.Tensor:
             if got != expected:
                 raise ValueError(f"{what}: expected {expected}, got {got}")
         return _map(file, nbytes)
-
-
-def _type(mode: int) -> str:
-    return "regular file" if stat.S_ISREG(mode) else f"file of type {stat.filemode(mode)[0]}"
 
 
 def _file(name: str, flags: int) -> io.FileIO:

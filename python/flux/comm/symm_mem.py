@@ -18,7 +18,7 @@ from flux import _env
 from flux.comm.group import name_of
 
 _backend_set: str | None = None
-_rendezvous_count = 0
+rendezvous_count = 0  # allocations that this process has shared; ranks exchange it before the next one
 _ALONE: Any = "flux-symm-mem-alone"  # torch has a type for group names, and functions that take str
 _alone: ProcessGroup | None = None
 
@@ -61,17 +61,12 @@ def unreachable_peer(device: torch.device, uuids: list[str], rank: int) -> str |
     return None
 
 
-def rendezvous_count() -> int:
-    """Number of allocations that this process has shared. Ranks exchange it before the next allocation."""
-    return _rendezvous_count
-
-
 @torch.inference_mode(False)  # later calls write to it in other modes
 def _rendezvous(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
-    global _rendezvous_count
+    global rendezvous_count
     # Not symm_mem.empty(): newer torch may allocate it in a shared pool, at an offset.
     tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    _rendezvous_count += 1
+    rendezvous_count += 1
     return tensor, _SymmetricMemory.rendezvous(tensor, group_name)
 
 
@@ -82,25 +77,19 @@ def _catch_up(count: int, device: torch.device) -> None:
     ranks with different numbers of allocations would wait for each other's keys forever.
     """
     global _alone
-    if _alone is None and _rendezvous_count < count:
+    if _alone is None and rendezvous_count < count:
         _alone = ProcessGroup(HashStore(), 0, 1)
         _alone._set_group_name(_ALONE)
         _register_process_group(_ALONE, _alone)
         _SymmetricMemory.set_group_info(_ALONE, 0, 1, HashStore())
-    while _rendezvous_count < count:
+    while rendezvous_count < count:
         _rendezvous(16, _ALONE, device)
 
 
 class SymmetricMemory:
-    """The same number of zeroed bytes on every rank's GPU. Making one is a collective of the group.
-
-    Args:
-        counts: rendezvous_count() of every rank of the group; needed where ranks are in several groups.
-
-    Attributes:
-        tensor: this rank's bytes (uint8), which own the allocation.
-        peers: for every rank, the device address of its bytes, usable by kernels of this rank.
-        nbytes: bytes per rank.
+    """The same number of zeroed bytes on every rank's GPU. Making one is a collective of the group. counts:
+    rendezvous_count of all ranks; needed where ranks are in several groups. `tensor` has this rank's bytes,
+    and owns the allocation; `peers` are the device addresses of all ranks' bytes, for kernels of this rank.
     """
 
     def __init__(
@@ -112,6 +101,5 @@ class SymmetricMemory:
         self.tensor, self._handle = _rendezvous(nbytes, name_of(group), device)
         offset = self.tensor.data_ptr() - self._handle.buffer_ptrs[self._handle.rank]
         self.peers = [base + offset for base in self._handle.buffer_ptrs]
-        self.nbytes = nbytes
         self.tensor.zero_()
         torch.cuda.synchronize(device)

@@ -28,22 +28,16 @@ def node_id() -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of equal size with consecutive ranks. Node i has the ranks from i * ranks on.
-
-    Attributes:
-        nodes: how many.
-        ranks: in each of them.
-    """
+    """Nodes of equal size with consecutive ranks. Node i has the ranks from i * ranks on."""
 
     nodes: int
-    ranks: int
+    ranks: int  # in each of them
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.ranks
 
     def local_of(self, rank: int) -> int:
@@ -51,11 +45,9 @@ class Topology:
         return rank % self.ranks
 
     def rank_of(self, node: int, local: int) -> int:
-        """The rank with the number `local` in a node."""
         return node * self.ranks + local
 
     def node_ranks(self, node: int) -> range:
-        """The ranks of a node."""
         return range(node * self.ranks, (node + 1) * self.ranks)
 
     def __str__(self) -> str:
@@ -63,40 +55,29 @@ class Topology:
 
 
 def of_nodes(ids: Sequence[str]) -> tuple[Topology | None, str | None]:
-    """The topology of a group, from the node of each rank, and why it has none.
-
-    Returns:
-        (topology, None) for several nodes of equal size with consecutive ranks; (None, None) for one node;
-        (None, reason) for other groups, which run unfused.
+    """The topology of a group, from the node of each rank: None for one node, and for others but nodes of
+    equal size with consecutive ranks, which run unfused; then the second result says why.
     """
-    first = {name: rank for rank, name in reversed(list(enumerate(ids)))}
-    if len(first) <= 1:
+    sizes = {name: ids.count(name) for name in ids}
+    if len(sizes) <= 1:
         return None, None
-    sizes = {name: ids.count(name) for name in first}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{sizes[name]} ({name!r})" for name in sorted(first, key=first.__getitem__))
+        told = ", ".join(f"{size} ({name!r})" for name, size in sizes.items())
         return None, f"the nodes of the group have different numbers of ranks: {told}"
     ranks = sizes[ids[0]]
     for rank, name in enumerate(ids):
         if name != ids[rank - rank % ranks]:
             return None, f"the ranks of node {name!r} are not consecutive: rank {rank} is one of them"
-    return Topology(len(first), ranks), None
+    return Topology(len(sizes), ranks), None
 
 
 @dataclass(frozen=True)
 class Links:
-    """Rates by which plans of several nodes choose. All ranks of a group have the same.
+    """Rates by which plans of several nodes choose. All ranks of a group have the same."""
 
-    Attributes:
-        nic_gb_per_s: bytes that a rank sends to other nodes, while all its node's ranks do.
-        nvlink_gb_per_s: bytes that a rank sends to its node's ranks beside a GEMM.
-        latency_us: of an exchange between nodes without bytes, its start and its wait included.
-        source: where the rates are from.
-    """
-
-    nic_gb_per_s: float = 45.0
-    nvlink_gb_per_s: float = 340.0
-    latency_us: float = 20.0
+    nic_gb_per_s: _Rate = 45.0  # that a rank sends to other nodes, while all its node's ranks do
+    nvlink_gb_per_s: _Rate = 340.0  # that a rank sends to its node's ranks beside a GEMM
+    latency_us: _Rate = 20.0  # of an exchange between nodes without bytes, its start and its wait included
     source: str = "assumed"
 
     def to_tell(self) -> dict[str, Any]:
@@ -111,43 +92,32 @@ class Links:
 
 
 def links() -> Links:
-    """The rates of FLUX_LINKS, or the assumed ones: a 400 Gbit/s NIC for each GPU, and NVLink 4.
-
-    Raises:
-        ValueError: the file is not one of flux doctor --nodes.
+    """The rates of FLUX_LINKS, a file of flux doctor --nodes, else ValueError; or the assumed ones: a 400
+    Gbit/s NIC for each GPU, and NVLink 4.
     """
     path = str(_env.get("FLUX_LINKS"))
     return _read(path) if path else Links()
 
 
-class _Told(TypedDict):
-    nic_gb_per_s: _Rate
-    nvlink_gb_per_s: _Rate
-    latency_us: _Rate
-    source: str
-
-
 class _File(TypedDict):
     schema: _Schema
-    links: _Told
+    links: dict[str, Any]
 
 
 @functools.cache
 def _read(path: str) -> Links:
     file: _File = _files.read_json(path, _File, "FLUX_LINKS, a file of flux doctor --nodes,")
-    return links_of(file["links"], path)
+    return links_of(file["links"], path, "links")
 
 
-def links_of(told: object, what: str) -> Links:
-    """Rates from JSON values, checked.
-
-    Raises:
-        ValueError: they are not rates.
-    """
-    links: Links = _files.parse(Links, _files.parse(_Told, told, what), what)
+def links_of(told: object, what: str, place: str = "") -> Links:
+    """Rates from JSON values. Raises ValueError if they are none."""
+    links: Links = _files.parse(Links, told, what, place)
+    if links.to_tell() != told:  # what is left out
+        raise ValueError(f"{what}: expected all of {', '.join(links.to_tell())}, got {told!r:.120}")
     return links
 
 
 def write_links(path: Path, measured: Links) -> None:
-    """Writes the file that FLUX_LINKS names."""
+    """Writes a file for FLUX_LINKS."""
     _files.write_json({"schema": _LINKS_SCHEMA, "links": measured.to_tell()}, path)

@@ -48,7 +48,7 @@ BUILD = f"{_native.core.VERSION} with layout {hashlib.sha256(_LAYOUT.encode()).h
 
 
 class Call(Protocol):
-    """The facts of a call that a workspace needs. The operators' plans implement this protocol."""
+    """A plan, as a workspace knows it; further fields say what ranks compare (call_facts)."""
 
     @property
     def op(self) -> str: ...
@@ -58,14 +58,6 @@ class Call(Protocol):
     def n(self) -> int: ...
     @property
     def k(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def transpose_weight(self) -> bool: ...
-    @property
-    def config(self) -> int: ...
-    @property
-    def scaling(self) -> object: ...
     @property
     def by_flux(self) -> bool: ...
     @property
@@ -90,14 +82,7 @@ NOTHING: Same = {}
 class Disagreement(ValueError):
     """The ranks of a group made different calls, or differ in settings, builds of flux or measurements.
     Raised on all of them alike, so the group remains usable.
-
-    Attributes:
-        calls: the facts of each rank's call, if it was the calls that differed.
     """
-
-    def __init__(self, message: str, calls: Sequence[dict[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.calls = calls
 
 
 class NotInvariant(ValueError):
@@ -112,27 +97,23 @@ ON_ALL_RANKS = (Disagreement, NoSharedMemory, NotInvariant)
 
 def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
     """Facts of a call that must be equal on all ranks, as JSON values. contents: with digests of tensors."""
-    names = ("op", "m", "n", "k", "dtype", "transpose_weight", "config")
-    facts: dict[str, Any] = {name: getattr(call, name) for name in names} | {"dtype": str(call.dtype)}
-    if call.scaling is not None:
-        facts["scaling"] = str(call.scaling)
+    names = ("op", "m", "n", "k", "dtype", "transpose_weight", "config", "scaling")
+    facts: dict[str, Any] = {name: getattr(call, name) for name in names}
+    facts["dtype"] = str(facts["dtype"])
+    if (scaling := facts.pop("scaling")) is not None:
+        facts["scaling"] = str(scaling)
     if _invariance.active():
         facts["batch_invariant"] = True
     for name, value in same.items():
-        if value is None or isinstance(value, torch.Tensor):
-            facts[name] = "none" if value is None else "given"
-            if contents and value is not None:
-                facts[f"digest of {name}"] = digest(value)
-        else:
-            facts[name] = value
+        if not isinstance(value, torch.Tensor):
+            facts[name] = "none" if value is None else value
+            continue
+        facts[name] = "given"
+        if contents:  # synchronises with the GPU
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            told = f"{list(value.shape)} {value.dtype}".encode() + data
+            facts[f"digest of {name}"] = hashlib.sha256(told).hexdigest()[:16]
     return facts
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Equal for tensors of the same shape, type and bits. Synchronises with the GPU."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    facts = f"{list(tensor.shape)} {tensor.dtype}".encode()
-    return hashlib.sha256(facts + data.numpy().tobytes()).hexdigest()[:16]
 
 
 def agreed(op: str, facts: Sequence[dict[str, Any]], name: str, what: str) -> str:
@@ -152,16 +133,12 @@ def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
             f"rank {r}: " + ", ".join(f"{key}={value}" for key, value in call.items())
             for r, call in enumerate(calls)
         )
-        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}", calls)
+        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
 
 
 class Met(NamedTuple):
-    """The ranks of a group that have met, of which a workspace is made.
-
-    Attributes:
-        op: the call at which they met.
-        turn: CallTurn of the group on this device.
-        facts: what each rank has told (Workspace.meet).
+    """The ranks of a group that have met, of which a workspace is made: at which call, and what each has told
+    (Workspace.meet). turn: CallTurn of the group on this device.
     """
 
     group: ProcessGroup
@@ -174,40 +151,25 @@ class Met(NamedTuple):
 
 class Workspace(ABC):
     """Buffers, plans and failure of one group on one device. Created by the group's first call, a collective.
-
-    Attributes:
-        why_not: why the group cannot run fused on this device, or None. Equal on all ranks.
-        num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
-        failure: the error that made the workspace unusable, or None.
-        turn: the lock under which calls run; records whether an exception ended a call.
-        compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
-        copies: whether calls may use copy engines. Equal on all ranks.
-        tuning: the measurements by which plans choose. Equal on all ranks.
-        plans: of operators (flux.plan.plan.Planned), by all that they depend on besides the group.
-        known: the calls that C++ makes again (flux._core.KnownCalls), or None.
-        topology: the nodes of a group that has several; None for others.
-        carrier: what runs fused calls here, as ways have it (flux.calls.front).
-        left_free: SMs that launches leave to others. Changed by `leaving_free`.
+    `turn` is the lock under which calls run, and records whether an exception ended one.
     """
 
-    carrier: str
+    carrier: str  # what runs fused calls here, as ways have it (flux.calls.front)
     transport: str  # how tiles are sent, as text for users
-    compares_contents = False
-    copies = True
-    tuning = NO_FACTS
-    known: Any = None
-    topology: Topology | None = None
-    left_free = 0
+    why_not: str | None  # the group cannot run fused on this device; equal on all ranks
+    compares_contents = False  # ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank)
+    copies = True  # calls may use copy engines; equal on all ranks
+    tuning = NO_FACTS  # the measurements by which plans choose; equal on all ranks
+    known: Any = None  # the calls that C++ makes again (flux._core.KnownCalls), or None
+    topology: Topology | None = None  # the nodes of a group that has several
+    left_free = 0  # SMs that launches leave to others, inside `leaving_free`
 
     @classmethod
     def meet(
         cls, group: ProcessGroup, device: torch.device, op: str, rendezvous: Rendezvous
     ) -> list[dict[str, Any]]:
         """What the ranks of a group tell each other first, in rank order: the facts by which workspaces are
-        made.
-
-        Raises:
-            Disagreement: on all ranks, if one of them has no facts, or another build of flux.
+        made. Raises Disagreement on all ranks, if one of them has no facts, or another build of flux.
         """
         cause: Exception | None = None
         told: dict[str, Any] = {"build": BUILD, "wrong": None}
@@ -239,21 +201,21 @@ class Workspace(ABC):
         self.rank, self.world_size = met.group.rank(), met.group.size()
         self.timeout_s = _env.timeout_s()
         self.signal_bytes = self.slot_bytes = self.exchange_bytes = 0
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}  # of operators, by all that they depend on besides the group
         self._plans_left_free: dict[int, dict[Any, Any]] = {}
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # that made the workspace unusable
         self.tuning, wrong = files.agreed([f["tuning"] for f in facts], files.local(met.device))
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
-        self.num_sms = min(f["num_sms"] for f in facts)
+        self.num_sms = min(f["num_sms"] for f in facts)  # of the smallest GPU of the group (CPU: 0)
         self.copies = all(f.get("copies", True) and not f.get("graphs", False) for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
-        if self.why_not is not None:
-            self._say_why_not()
+        self._say_why_not()
 
     def _say_why_not(self) -> None:
-        say_once(f"group {name_of(self.group)!r} on {self.device} runs unfused: {self.why_not}")
+        if self.why_not is not None:
+            say_once(f"group {name_of(self.group)!r} on {self.device} runs unfused: {self.why_not}")
 
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
         _, uneven = topology.of_nodes([fact["node"] for fact in facts])
@@ -263,35 +225,36 @@ class Workspace(ABC):
             return f"the group has {self.world_size} ranks, fused operators serve at most {MAX_WORLD_SIZE}"
         if why_not := unfit(facts, "host", "backend"):
             return why_not
-        # A rank knows only whether it can write to its peers. If any rank cannot, all run unfused.
-        seen = self._tell(op, {"why_not": self._unreachable(facts)})
-        return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
+        # A rank knows only whether it can write to its peers.
+        return self._settle(op, self._unreachable(facts))
+
+    def _settle(self, op: str, why_not: str | None) -> str | None:
+        """Why the first rank that has a reason runs unfused: then all do."""
+        told = self._tell(op, {"why_not": why_not})
+        return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(told) if f["why_not"]), None)
 
     @classmethod
-    @abstractmethod
     def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         """why_not, host, backend and num_sms of this rank; `copies` if it is False."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
         """Why this rank cannot write to a peer's memory, or None."""
+        return None
 
-    @abstractmethod
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         """Collective: replaces the buffers by new ones of these sizes."""
+        raise NotImplementedError
 
     @abstractmethod
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Context manager of a call, fused or not, which compares the call with those of the peers.
-
-        Yields the epoch of the call (CPU; on GPUs the device counts).
+        """Context manager of a call, fused or not, which compares the call with those of the peers. Yields
+        its epoch (CPU; on GPUs the device counts).
         """
 
     @contextmanager
     def leaving_free(self, sms: int) -> Iterator[None]:
-        """Launches inside leave that many SMs to the work of others, such as NCCL's. They have plans of their
-        own.
-        """
+        """Launches inside leave that many SMs to others, such as NCCL, and have plans of their own."""
         if not sms or not self.num_sms:
             yield
             return
@@ -317,44 +280,36 @@ class Workspace(ABC):
             self.known.clear()
 
     def raise_if_failed(self) -> None:
-        """Raises the failure of this workspace, if any."""
         if self.failure is not None:
             raise self.failure
         if self.turn.broken_by is not None:
             raise broken_off(self.group, self.turn.broken_by)
 
     def check(self) -> None:
-        """As raise_if_failed; on GPUs also a timeout that a kernel has recorded."""
+        """As raise_if_failed; on GPUs also a timeout that a kernel has recorded. Waits for no stream."""
         self.raise_if_failed()
 
     def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
         """Whether a call that needs these sizes can run without growing the workspace."""
-        return (
-            signal_bytes <= self.signal_bytes
-            and slot_bytes <= self.slot_bytes
-            and exchange_bytes <= self.exchange_bytes
-        )
+        fits = signal_bytes <= self.signal_bytes and slot_bytes <= self.slot_bytes
+        return fits and exchange_bytes <= self.exchange_bytes
 
     def grow(
         self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any], exchange_bytes: int = 0
     ) -> None:
-        """Collective: grows the buffers if they are too small for a call; opens the call (CallTurn.open).
-
-        Args:
-            facts: describe the call; must be equal on all ranks.
-
-        Raises:
-            ValueError: the ranks do not make the same call.
-            CommTimeoutError: a rank did not arrive in time.
-        """
+        """Collective: grows the buffers if they are too small for a call, which all ranks must make."""
         if self.fits(signal_bytes, slot_bytes, exchange_bytes):
             return
-        self.turn.open()
-        compare_calls(op, self._meet(op, facts))
+        self._compare(op, facts)
         have = (self.signal_bytes, self.slot_bytes, self.exchange_bytes)
         signals, slots, exchange = map(grown, have, (signal_bytes, slot_bytes, exchange_bytes))
         self._allocate(signals, slots, exchange, op)
         self.signal_bytes, self.slot_bytes, self.exchange_bytes = signals, slots, exchange
+
+    def _compare(self, op: str, facts: dict[str, Any]) -> None:
+        """Opens a call, and raises Disagreement on all ranks if they did not make the same one."""
+        self.turn.open()
+        compare_calls(op, self._meet(op, facts))
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -366,7 +321,6 @@ class Workspace(ABC):
             raise
 
     def _tell(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """As _meet, for facts of the same types on all ranks."""
         told = self._meet(op, facts)
         check_alike(op, told, facts)
         return told

@@ -4,7 +4,7 @@ values that stay in 16 or 32 bits. Master weights are only read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ from flux import _deprecated
 from flux.calls import argument_types, checks
 from flux.comm.group import process_group
 from flux.fp8 import scales as fp8_
-from flux.fp8.scales import OLD_WORDS, Accumulate
+from flux.fp8.scales import OLD_WORDS
 from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
@@ -89,7 +89,6 @@ class Fp8:
 
     @property
     def of_grads(self) -> torch.dtype:
-        """The dtype of quantised gradients."""
         return self.grad_dtype or (_E4M3 if self.by_block else _E5M2)
 
     def rows(self, x: Tensor, dtype: torch.dtype = _E4M3, among: str | None = None) -> Quantised:
@@ -125,14 +124,14 @@ Fp8.__init__ = _deprecated.arguments(scaling="scales")(Fp8.__init__)  # type: ig
 
 
 class Quantised(NamedTuple):
-    """fp8 and its scales, as flux.quantize returns them."""
+    """fp8 and its scales, as flux.quantize returns them: one of the tensor, or some of each row."""
 
     q: Tensor
     scale: Tensor
 
-    def of_rows(self, rows: slice) -> Quantised:
-        """Some rows of a matrix whose scale is one of the tensor or one of each row and block."""
-        return Quantised(self.q[rows], self.scale if self.scale.dim() == 1 else self.scale[rows])
+    def both(self, function: Callable[[Tensor], Tensor]) -> Quantised:
+        """The function of q, and of scales of rows."""
+        return Quantised(function(self.q), self.scale if self.scale.dim() == 1 else function(self.scale))
 
     def transposed(self, multiple: int = 1) -> Quantised:
         """A weight [N, K], or a matrix with one scale, as [K, N]; N rounded up to a multiple of something."""
@@ -147,11 +146,8 @@ class Quantised(NamedTuple):
         return quantising.dequantized(self.q, self.scale, quant).to(dtype)
 
     def gathered(self, name: str) -> Quantised:
-        """The rows of all ranks, which share their scale or have scales of blocks."""
-        q = all_gather(self.q, group=name)
-        if self.scale.dim() == 1:
-            return Quantised(q, self.scale)
-        return Quantised(q, all_gather(self.scale.contiguous(), group=name))
+        """The rows of all ranks, which share a scale of the tensor."""
+        return self.both(lambda each: all_gather(each.contiguous(), group=name))
 
 
 def check(op: str, fp8: object, x: Tensor) -> None:
@@ -170,16 +166,12 @@ def gathered_products(
     biases: Sequence[Tensor | None],
     name: str | None,
     keep: bool,
-    out_dtype: torch.dtype,
-    accumulate: Accumulate = "promoted",
+    **how: Any,
 ) -> tuple[list[Tensor], Quantised]:
-    """The product of rows and each weight, and the rows.
-
-    Args:
-        name: of the group that gathers rows, or None.
-        keep: return the gathered rows.
+    """The product of rows and each weight, and the rows; with `keep` the gathered ones. name: of the group
+    that gathers rows, or None. how: as of the operators.
     """
-    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate, "scale_x": rows.scale}
+    how |= {"scale_x": rows.scale}
     if name is None:
         pairs = zip_longest(weights, biases)
         return [gemm(rows.q, w.q, bias, scale_w=w.scale, **how) for w, bias in pairs], rows
@@ -192,16 +184,9 @@ def gathered_products(
 
 
 def summed_product(
-    rows: Quantised,
-    weight: Quantised,
-    bias: Tensor | None,
-    name: str,
-    scatter: bool,
-    out_dtype: torch.dtype,
-    accumulate: Accumulate = "promoted",
+    rows: Quantised, weight: Quantised, bias: Tensor | None, name: str, scatter: bool, **how: Any
 ) -> Tensor:
-    """The product of rows and a weight, summed over ranks."""
-    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate}
+    """The product of rows and a weight, summed over ranks. how: as of the operators."""
     how |= {"scale_x": rows.scale, "scale_w": weight.scale}
     return (gemm_rs if scatter else gemm_ar)(rows.q, weight.q, bias, group=name, **how)
 
@@ -209,32 +194,20 @@ def summed_product(
 def weight_grad_operands(
     fp8: Fp8, grads: Quantised, sizes: Sequence[int], x: Quantised, dtype: torch.dtype
 ) -> tuple[list[Quantised], Quantised]:
-    """Operands of gradᵀ · x along M: of each weight [N, M], and [K, M].
-
-    Args:
-        grads: rows [..., N], of several weights side by side.
-        sizes: the columns of each.
-        x: rows [..., K].
-        dtype: in which rows are quantised along the other axis.
+    """Operands of gradᵀ · x along M: of each weight [N, M], and [K, M]. grads: rows [..., N], of several
+    weights side by side, of these sizes. dtype: in which rows are quantised along the other axis.
     """
-    grads, x = _matrix(grads), _matrix(x)
+    grads, x = (each.both(lambda rows: rows.flatten(0, -2)) for each in (grads, x))
     if fp8.by_block:
         left = fp8.columns(grads.values(dtype), fp8.of_grads, "group128")
         right = fp8.columns(x.values(dtype), _E4M3, "block128")
     else:
         left, right = grads.transposed(_WHOLE), x.transposed(_WHOLE)
-    first, parts = 0, []
-    for size in sizes:
-        parts.append(left.of_rows(slice(first, first + size)))
-        first += size
-    return parts, right
+    parts = torch.split(left.q, list(sizes))
+    scales = [left.scale] * len(sizes) if left.scale.dim() == 1 else torch.split(left.scale, list(sizes))
+    return [Quantised(*each) for each in zip(parts, scales, strict=True)], right
 
 
 def weight_grad(grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
     """grad [N, M] · x [K, M]ᵀ."""
     return gemm(grad.q, x.q, scale_x=grad.scale, scale_w=x.scale, out_dtype=dtype)
-
-
-def _matrix(rows: Quantised) -> Quantised:
-    q = rows.q.flatten(0, -2)
-    return Quantised(q, rows.scale if rows.scale.dim() == 1 else rows.scale.flatten(0, -2))

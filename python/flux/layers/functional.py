@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 
@@ -24,7 +24,7 @@ from flux.ops import autocast
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.all_reduce import all_reduce
-from flux.ops.autograd import bias_grad, concatenated, gathered_input_grad, joined, scattered_input_grad
+from flux.ops.autograd import bias_grad, gathered_input_grad, joined, scattered_input_grad
 from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
@@ -35,18 +35,18 @@ SaveGathered = bool | Literal["auto"]
 Group = tuple[str, bool]  # its name, and whether rows are distributed over it
 
 
+class _Options(TypedDict, total=False):
+    group: GroupLike
+    sequence_parallel: bool
+    save_gathered: SaveGathered
+    gradient_accumulation_fusion: bool
+    deferred: DeferredGrads | None
+    fp8: Fp8 | None
+
+
 @overload
 def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: GroupLike = None,
-    sequence_parallel: bool = True,
-    save_gathered: SaveGathered = False,
-    gradient_accumulation_fusion: bool = False,
-    deferred: DeferredGrads | None = None,
-    fp8: Fp8 | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
@@ -55,13 +55,7 @@ def column_linear(
     x: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor | None] | None = None,
-    *,
-    group: GroupLike = None,
-    sequence_parallel: bool = True,
-    save_gathered: SaveGathered = False,
-    gradient_accumulation_fusion: bool = False,
-    deferred: DeferredGrads | None = None,
-    fp8: Fp8 | None = None,
+    **options: Unpack[_Options],
 ) -> list[Tensor]: ...
 
 
@@ -127,14 +121,12 @@ def column_linear(
         checks.fail(op, "bias", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
     argument_types.flag_or_auto(op, "save_gathered", save_gathered)
-    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
-    _check_deferred(op, deferred, given)
+    how = _how(op, gradient_accumulation_fusion, deferred, weights, given)
     name = group_name(group, op)
     used = biases if any(each is not None for each in biases) else ()
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
         checks.ag_gemm_args(op, x, weights, biases, False, 1)
     check_fp8(op, fp8, x)
-    how = _how(gradient_accumulation_fusion, deferred, weights, given)
     settings = ((name, sequence_parallel), save_gathered, how, fp8)
     results = _apply_column(x, *settings, len(weights), *weights, *used)
     return list(results) if many else cast(Tensor, results[0])
@@ -186,18 +178,24 @@ def row_linear(
     argument_types.tensor(op, "weight", weight)
     argument_types.optional_tensor(op, "bias", bias)
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
-    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
-    _check_deferred(op, deferred, given)
+    how = _how(op, gradient_accumulation_fusion, deferred, [weight], given)
     name = group_name(group, op)
     if not autocast.enabled(x.device):
         checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     check_fp8(op, fp8, x)
-    how = _how(gradient_accumulation_fusion, deferred, [weight], given)
     return cast(Tensor, _apply_row(x, weight, bias, (name, sequence_parallel), how, fp8))
 
 
-def _how(fusion: bool, deferred: DeferredGrads | None, parts: Sequence[Any], given: Sequence[Tensor]) -> How:
-    """Marks parts of DTensors with these, if gradients of weights do not go through autograd."""
+def _how(
+    op: str, fusion: bool, deferred: DeferredGrads | None, parts: Sequence[Any], given: Sequence[Tensor]
+) -> How:
+    """Checks how gradients of weights are made. Not through autograd: marks parts of DTensors with these."""
+    argument_types.flag(op, "gradient_accumulation_fusion", fusion)
+    if deferred is not None:
+        if not isinstance(deferred, DeferredGrads):
+            argument_types.wrong_type(op, "deferred", "None or DeferredGrads", deferred)
+        if any(weight.requires_grad and not weight.is_leaf for weight in given):
+            checks.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
     if fusion or deferred is not None:
         for part, weight in zip(parts, given, strict=True):
             if part is not weight:
@@ -205,23 +203,12 @@ def _how(fusion: bool, deferred: DeferredGrads | None, parts: Sequence[Any], giv
     return fusion, deferred
 
 
-def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> None:
-    if deferred is None:
-        return
-    if not isinstance(deferred, DeferredGrads):
-        raise TypeError(f"{op}: deferred: expected None or DeferredGrads, got {type(deferred).__name__}")
-    if any(weight.requires_grad and not weight.is_leaf for weight in weights):
-        checks.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
-
-
 def _save(ctx: Any, rows: Operand | None, weights: Sequence[Tensor]) -> None:
-    """Saves what the backward pass reads. rows: None: it needs none."""
     kept = rows if isinstance(rows, Quantised) else (rows, None)
     ctx.save_for_backward(*kept, *weights)
 
 
 def _saved(ctx: Any) -> tuple[Any, list[Tensor]]:
-    """What _save has saved."""
     rows, scale, *weights = ctx.saved_tensors
     return rows if scale is None else Quantised(rows, scale), weights
 
@@ -273,10 +260,10 @@ class _Column(torch.autograd.Function):
         operands: Sequence[Operand] = grads
         grad_x = None
         if fp8 is not None:
-            whole = fp8.rows(grads[0] if count == 1 else concatenated(grads, -1), fp8.of_grads)
+            grad, weight = joined(grads, weights, False)
+            whole = fp8.rows(grad, fp8.of_grads)
             if needs_x:
-                (weight,) = fp8.weights([weights[0] if count == 1 else concatenated(weights, 0)])
-                flipped = weight.transposed()
+                flipped = fp8.weights([weight])[0].transposed()
                 grad_x = summed_product(whole, flipped, None, name, sequence_parallel, out_dtype=dtype)
             if gathers:
                 in_fp8 = isinstance(rows, Quantised)
@@ -290,11 +277,9 @@ class _Column(torch.autograd.Function):
             rows = gathered if gathers else rows
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=name, transpose_weight=True)
-        grad_weights = ctx.weight_grads(operands, rows, dtype)
-        grad_biases = [
-            bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
-        ]
-        return grad_x, None, None, None, None, None, *grad_weights, *grad_biases
+        biases = zip(grads, needs[count:], strict=False)
+        grad_biases = [bias_grad(grad) if needed else None for grad, needed in biases]
+        return grad_x, *[None] * 5, *ctx.weight_grads(operands, rows, dtype), *grad_biases
 
 
 class _Row(torch.autograd.Function):

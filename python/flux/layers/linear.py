@@ -37,7 +37,9 @@ class _ParallelLinear(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         name, sizes = type(self).__name__, {"out_features": out_features, "in_features": in_features}
-        check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
+        check_options(name, bias, {**how, "device": device, "dtype": dtype})
         features = [argument_types.size(name, argument, size) for argument, size in sizes.items()]
         super().__init__(group)
         self.out_features, self.in_features = features
@@ -53,12 +55,8 @@ class _ParallelLinear(ShardedModule):
 
     def _options(self) -> dict[str, Any]:
         """Of column_linear and row_linear."""
-        return {
-            "group": self.group_name,
-            "sequence_parallel": self.sequence_parallel,
-            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
-            "fp8": self.fp8,
-        }
+        how = {"group": self.group_name, "sequence_parallel": self.sequence_parallel, "fp8": self.fp8}
+        return {**how, "gradient_accumulation_fusion": self.gradient_accumulation_fusion}
 
     def _draw(self, name: str, part: torch.Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
         """Initialises as nn.Linear does, or by `init`."""
@@ -78,25 +76,16 @@ class _ParallelLinear(ShardedModule):
         )
 
 
-def check_options(
-    op: str,
-    bias: object,
-    sequence_parallel: object,
-    gradient_accumulation_fusion: object,
-    fp8: object,
-    init: object,
-    device: object,
-    dtype: object,
-) -> None:
+def check_options(op: str, bias: object, how: dict[str, Any]) -> None:
     """Checks the arguments that all layers with weights have."""
     argument_types.flag(op, "bias", bias)
-    argument_types.flag(op, "sequence_parallel", sequence_parallel)
-    argument_types.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
-    if fp8 is not None and not isinstance(fp8, Fp8):
-        argument_types.wrong_type(op, "fp8", "None or an Fp8", fp8)
-    argument_types.optional_function(op, "init", init)
-    argument_types.device(op, "device", device)
-    argument_types.floating_dtype(op, "dtype", dtype)
+    for name in ("sequence_parallel", "gradient_accumulation_fusion"):
+        argument_types.flag(op, name, how[name])
+    if how["fp8"] is not None and not isinstance(how["fp8"], Fp8):
+        argument_types.wrong_type(op, "fp8", "None or an Fp8", how["fp8"])
+    argument_types.optional_function(op, "init", how["init"])
+    argument_types.device(op, "device", how["device"])
+    argument_types.floating_dtype(op, "dtype", how["dtype"])
 
 
 def check_divides(op: str, argument: str, features: int, world_size: int) -> None:
@@ -158,18 +147,13 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         argument_types.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            fp8=fp8,
-            init=init,
-            device=device,
-            dtype=dtype,
-        )
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
+        how |= {
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "device": device,
+            "dtype": dtype,
+        }
+        super().__init__(in_features, out_features, bias, group=group, **how)
         self.save_gathered = save_gathered
 
     def _options(self) -> dict[str, Any]:

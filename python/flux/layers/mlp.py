@@ -70,7 +70,13 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         op = type(self).__name__
-        check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
+        how |= {
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "device": device,
+            "dtype": dtype,
+        }
+        check_options(op, bias, how)
         argument_types.flag_or_auto(op, "save_gathered", save_gathered)
         hidden_size = argument_types.size(op, "hidden_size", hidden_size)
         ffn_size = argument_types.size(op, "ffn_size", ffn_size)
@@ -78,9 +84,7 @@ class ParallelMLP(nn.Module):
         if activation not in ("swiglu", "gelu"):
             raise ValueError(f"{op}: activation: expected 'swiglu' or 'gelu', got {activation!r}")
         super().__init__()
-        how: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "fp8": fp8}
-        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
-        how |= {"init": init, "device": device, "dtype": dtype}
+        how |= {"group": group}
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(hidden_size, ffn_size, bias, save_gathered=save_gathered, **how)
@@ -89,7 +93,7 @@ class ParallelMLP(nn.Module):
         self.up_proj = column()
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, **how)
         self._put_side_by_side()
-        self.register_load_state_dict_post_hook(_put_side_by_side)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(ParallelMLP._put_side_by_side)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelMLP:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -100,7 +104,7 @@ class ParallelMLP(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._put_side_by_side()
 
-    def _put_side_by_side(self) -> None:
+    def _put_side_by_side(self, *_: object) -> None:
         """Gives gate and up one storage. Moving, copying or loading the module separates their weights."""
         if self.gate_proj is None:
             return
@@ -123,10 +127,6 @@ class ParallelMLP(nn.Module):
         given = x, [gate.weight, up.weight], [gate.bias, up.bias]
         gated, result = column_linear(*given, **up._options())
         return self.down_proj(_swiglu(gated, result))  # type: ignore[no-any-return]
-
-
-def _put_side_by_side(module: ParallelMLP, _: object) -> None:
-    module._put_side_by_side()
 
 
 class _Swiglu(torch.autograd.Function):

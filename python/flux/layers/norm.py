@@ -55,10 +55,11 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         op = type(self).__name__
         hidden_size = argument_types.size(op, "hidden_size", hidden_size, 1)
-        if eps is not None and (not isinstance(eps, (int, float)) or isinstance(eps, bool)):
-            argument_types.wrong_type(op, "eps", "a number or None", eps)
-        if eps is not None and not eps >= 0.0:
-            checks.fail(op, "eps", "a number that is not negative", eps)
+        if eps is not None:
+            if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+                argument_types.wrong_type(op, "eps", "a number or None", eps)
+            if not eps >= 0.0:
+                checks.fail(op, "eps", "a number that is not negative", eps)
         argument_types.flag(op, "sequence_parallel", sequence_parallel)
         argument_types.device(op, "device", device)
         argument_types.floating_dtype(op, "dtype", dtype)
@@ -171,8 +172,8 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     process_group = resolve_group(group, op)
     found, marked = {}, _replicated(module)
     for name, parameter in marked.items():
-        grad = getattr(parameter, "main_grad", None)
-        grad = parameter.grad if grad is None else grad
+        main = getattr(parameter, "main_grad", None)
+        grad = parameter.grad if main is None else main
         if grad is not None and not _is_summed(name, grad, process_group):
             found[name] = local(grad)
     _check_alike(module, list(marked), found, process_group)
@@ -184,11 +185,9 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
             # One all-reduce of the concatenated gradients, because they are short.
             flat = torch.cat([grad.flatten() for grad in alike])
             dist.all_reduce(flat, group=process_group)
-            totals = torch.split(flat, [grad.numel() for grad in alike])
-            for grad, total in zip(alike, totals, strict=True):
+            for grad, total in zip(alike, torch.split(flat, [grad.numel() for grad in alike]), strict=True):
                 grad.copy_(total.view_as(grad))
-    for name in found:
-        parameter = marked[name]
+    for parameter in (marked[name] for name in found):
         if parameter.grad is not None and is_partial(parameter.grad):
             parameter.grad = placed_like(local(parameter.grad), parameter)
 
@@ -217,18 +216,12 @@ def _replicated(module: nn.Module) -> dict[str, nn.Parameter]:
         marked = [name for name, value in own.items() if getattr(value, "sequence_parallel", False)]
         for name in dict.fromkeys([*(names or ()), *marked]):
             if name not in own:
-                kind = type(owner).__name__
-                raise ValueError(
-                    f"{op}: module: {path} marks {name!r} of {kind}, which has no such parameter"
-                )
+                of = f"{name!r} of {type(owner).__name__}"
+                raise ValueError(f"{op}: module: {path} marks {of}, which has no such parameter")
             found.setdefault(id(own[name]), (f"{path}.{name}".lstrip("."), own[name]))
     if not found and not is_said:
-        checks.fail(
-            op,
-            "module",
-            "parameters that modules mark (RMSNorm, mark_replicated; torch drops attributes of weights)",
-            "none",
-        )
+        marks = "(RMSNorm, mark_replicated; torch drops attributes of weights)"
+        checks.fail(op, "module", f"parameters that modules mark {marks}", "none")
     return dict(found.values())
 
 

@@ -63,10 +63,7 @@ How = tuple[bool, DeferredGrads | None]
 
 class WeightGrads:
     """How a backward pass makes the gradients of a call's weights: for autograd, in main_grad, or later.
-
-    Args:
-        needs: which weights need a gradient; may have more entries.
-        fusion: add to main_grad of a weight that has one.
+    needs: which weights need one; may have more entries. fusion: add to main_grad of a weight that has one.
     """
 
     def __init__(
@@ -81,12 +78,8 @@ class WeightGrads:
     def __call__(
         self, grads: Sequence[Operand | None], x: Operand | None, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """What autograd gets for each weight.
-
-        Args:
-            grads: [..., N] of each result, or quantised [N, M].
-            x: [..., K], or quantised [K, M].
-            dtype: of gradients.
+        """What autograd gets for each weight. grads: [..., N] of each result, or quantised [N, M]. x: [...,
+        K], or quantised [K, M]. dtype: of gradients.
         """
         if x is None or not any(self.needs):
             return [None] * len(self.main)
@@ -109,16 +102,13 @@ class WeightGrads:
 
 def store_grad(weight: Tensor, grad: Tensor | None) -> None:
     """Adds a gradient to a weight's `grad`, as autograd does. None: there is none, or main_grad has it."""
-    if grad is None:
-        return
-    grad = placed_like(grad.to(weight.dtype), weight)
-    weight.grad = grad if weight.grad is None else weight.grad + grad
+    if grad is not None:
+        grad = placed_like(grad.to(weight.dtype), weight)
+        weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def _weight_grad(grad: Any, x: Operand, weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """Gradient of a weight for autograd. With a `weight`, adds the gradient to its main_grad instead, and
-    returns None or a placeholder.
-    """
+    """Gradient of a weight for autograd; with a `weight` added to its main_grad instead."""
     if weight is None:
         return weight_grad(grad, x) if isinstance(x, Tensor) else fp8.weight_grad(grad, x, dtype)
     if isinstance(x, Tensor):

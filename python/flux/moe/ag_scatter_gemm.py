@@ -97,8 +97,7 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int,
     with workspace.enter(plan) as (symm_buffer, _):
         options = (*sizes, grouped_gemm.NUMBERS[call.activation], out, symm_buffer, -1, 0)
         scaled = fp8.for_kernel(call.x, call.scales)
-        arrays = routing[: len(ARRAYS)]
-        enqueue = functools.partial(_kernel, *operands, arrays, *options, **scaled)
+        enqueue = functools.partial(_kernel, *operands, routing[: len(ARRAYS)], *options, **scaled)
         enqueue()
     read = {"x": operands[0], "weight": operands[1], **scaled}
     remember(workspace, recipe, enqueue, read, recipe.returns(out))
@@ -118,7 +117,6 @@ def in_parts(call: Layer) -> Tensor:
 
 
 def _gathered(x: Tensor, limit: int, group: ProcessGroup) -> Tensor:
-    """The rows of all ranks, of each padded to `limit` rows."""
     mine = padded(x, limit)
     if group.size() == 1 or limit == 0:
         return mine
@@ -131,8 +129,10 @@ def _gathered(x: Tensor, limit: int, group: ProcessGroup) -> Tensor:
 
 def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
     """Tokens cross first, then the layer runs inside each node."""
-    of, form = two_level.of_group(workspace, plan, call.routing), _records_of(call)
-    if of is None or not of.by_flux:
+    if not two_level.serves(workspace, call.routing.ep_size):
+        return in_parts(call)
+    of, form = two_level.OfGroup(workspace, plan, call.routing), _records_of(call)
+    if not of.by_flux:
         return in_parts(call)
     tokens, scales = two_level.bring_tokens(workspace, of, _packed(call)), call.scales
     if form is not None and scales is not None:
@@ -148,7 +148,6 @@ def _alone(workspace: None, plan: None, call: Layer, epoch: int, recipe: Recipe)
 
 
 def _records_of(call: Layer) -> Records | None:
-    """The form of rows with scales, if there are some."""
     k = call.x.shape[1]
     return call.scales and packed_rows.records_of(k, call.x.dtype, call.scales.scaling(k))
 
@@ -202,11 +201,8 @@ class _Arrivals(Slots):
 def _computed(
     call: Layer, layout: Any, wait: Callable[[int, int], None], sources: dict[int, Tensor]
 ) -> Tensor:
-    """The kernel's work tile by tile, in the order of the schedule.
-
-    Args:
-        wait: called with an expert and a step, before the expert's rows up to that step are read.
-        sources: the rows of each rank, as they are sent.
+    """The kernel's work tile by tile, in the order of the schedule, from the rows that each rank sends. wait:
+    called with an expert and a step, before the expert's rows up to that step are read.
     """
     routing, records, weights = call.routing, _records_of(call), call.wide_weights()
     offsets, row_numbers = routing.offsets.tolist(), routing.rows.long()

@@ -39,35 +39,19 @@ def gathered(x: Tensor, routing: Routing, tokens_of: TokensOf = tokens_of_rows) 
     return all_gather(padded(x, limit), group=routing.group_name), tokens
 
 
-def each_row_once(positions: Tensor) -> Tensor:
-    """Weights [..., k] of 0 and 1 that count each row of a token once, even if it chose an expert twice."""
-    same = positions[..., :, None] == positions[..., None, :]
-    return (~same.tril(-1).any(-1)).float()
-
-
-def rows_of_choices(routing: Routing) -> Tensor:
-    """The row of each choice [p * max_tokens * k]. For those without one here, which are -1 in `positions`,
-    the number of rows: an entry behind the last.
-    """
-    return routing.positions.remainder(routing.rows.shape[0] + 1).reshape(-1)
-
-
-def weights_of_rows(routing: Routing, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The routing weight of each row [rows]; zero for rows after the last one. rows: as rows_of_choices."""
-    weights = routing.weights.reshape(-1).to(dtype)
-    return weights.new_zeros(routing.rows.shape[0] + 1).index_add_(0, rows, weights)[:-1]
+def _save(ctx: Any, x: Tensor, weight: Tensor, again: Any, *rest: Tensor | None) -> None:
+    """again: whether the backward pass computes the product once more."""
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    kept = x if needs_weight or again else None, weight if needs_x or again else None
+    ctx.save_for_backward(*kept, *rest)
 
 
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offsets, rows, ctx.activation, scale_x, *_ = inputs
     no_scales("grouped_gemm", scale_x)
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.tokens = x.shape[0]
     # The product before the activation is not saved, but recomputed in the backward pass.
-    again = ctx.activation is not None
-    ctx.save_for_backward(
-        x if needs_weight or again else None, weight if needs_x or again else None, offsets, rows
-    )
+    _save(ctx, x, weight, ctx.activation is not None, offsets, rows)
 
 
 def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,11 +78,8 @@ def _layer_setup(number: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor)
     no_scales(("moe.ag_scatter_gemm", "moe.gemm_gather_rs")[number], scale_x)
     ctx.sizes = (*sizes, group_name)
     # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
     again = ctx.needs_input_grad[1 + TENSORS] if number else ctx.activation is not None
-    ctx.save_for_backward(
-        x if needs_weight or again else None, weight if needs_x or again else None, *routing
-    )
+    _save(ctx, x, weight, again, *routing)
 
 
 def _layer_backward(number: int, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -115,18 +96,12 @@ def _layer_backward(number: int, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 class Wanted(NamedTuple):
-    """Which gradients a layer is asked for.
-
-    Attributes:
-        x, scores: of x, and of the routing's weights.
-        of_weights: what makes those of the experts' weights, or None.
-        tokens_of: `tokens_of_rows`, or what gives the same for less.
-    """
+    """Which gradients a layer is asked for."""
 
     x: bool
-    scores: bool
-    of_weights: OfWeights | None
-    tokens_of: TokensOf = tokens_of_rows
+    scores: bool  # of the routing's weights
+    of_weights: OfWeights | None  # what makes those of the experts' weights
+    tokens_of: TokensOf = tokens_of_rows  # or what gives the same for less
 
 
 def layer0_grads(
@@ -138,8 +113,8 @@ def layer0_grads(
     activation: str | None = None,
     distinct: bool = False,
 ) -> tuple[Tensor | None, Any]:
-    """Gradient of x in ag_scatter_gemm, and what `of_weights` returns, None: not needed. x, weight: None if
-    the gradients asked for do not depend on them. distinct: no token chose an expert twice.
+    """Gradient of x in ag_scatter_gemm, and what `of_weights` returns. x, weight: None if the gradients asked
+    for do not depend on them. distinct: no token chose an expert twice.
     """
     grad_x = grad_weight = None
     if x is not None:
@@ -152,8 +127,10 @@ def layer0_grads(
             grad_weight = wanted.of_weights(grad, rows, routing.offsets)
     if wanted.x and weight is not None:
         positions = routing.positions
-        # Five launches or one.
-        ones = torch.ones_like(positions, dtype=torch.float32) if distinct else each_row_once(positions)
+        if distinct:  # one launch instead of five
+            ones = torch.ones_like(positions, dtype=torch.float32)
+        else:  # a row counts once, even if its token chose the expert twice
+            ones = (~(positions[..., None] == positions[..., None, :]).tril(-1).any(-1)).float()
         grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), routing._replace(weights=ones))
     return grad_x, grad_weight
 
@@ -166,14 +143,14 @@ def layer1_grads(
     wanted: Wanted,
     activation: str | None = None,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights.
-
-    activation: x and weight are there, x is the product whose activation are the layer's rows, and the first
-    result is the gradient of the product.
+    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights. With an
+    activation, x is the product in front of it, and the first result the gradient of that.
     """
-    offsets, of_weights = routing.offsets, wanted.of_weights
-    choices = rows_of_choices(routing)
-    scores = weights_of_rows(routing, choices, wide_type(grad.dtype))
+    offsets, of_weights, count = routing.offsets, wanted.of_weights, routing.rows.shape[0]
+    # The row of each choice; for those without one here, -1 in `positions`, an entry behind the last.
+    choices = routing.positions.remainder(count + 1).reshape(-1)
+    weights = routing.weights.reshape(-1).to(wide_type(grad.dtype))
+    scores = weights.new_zeros(count + 1).index_add_(0, choices, weights)[:-1]
     grad_x = grad_weight = grad_scores = dots = None
     if of_weights is not None:
         everybody, tokens = gathered(grad, routing, wanted.tokens_of)
@@ -207,11 +184,8 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 
 
 def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    of_all = grads[-1]
-    if of_all is None:
-        return none_for_rest(ctx)
-    mine = own_scores_grad(of_all, ctx.group_name, ctx.tokens, ctx.dtype)
-    return none_for_rest(ctx, None, mine)
+    given = ctx.group_name, ctx.tokens, ctx.dtype
+    return none_for_rest(ctx, None, None if grads[-1] is None else own_scores_grad(grads[-1], *given))
 
 
 def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -108,11 +108,8 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int,
 def in_parts(
     call: Layer, wire: tuple[Workspace, MoePlan] | None = None, recipe: Recipe | None = None
 ) -> Tensor:
-    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU.
-
-    Args:
-        wire: the workspace and the plan of sums that travel as int8.
-        recipe: of the call in a group of one rank, if it is to be known (flux.comm.repeat).
+    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU. wire: workspace
+    and plan of sums that travel as int8. recipe: of a call in a group of one rank.
     """
     x, routing, group, dtype, n = call.x, call.routing, call.group, call.dtype, call.columns
     limit, own = routing.max_tokens, slice(routing.num_tokens)
@@ -137,23 +134,16 @@ def in_parts(
     return total[own].to(dtype, copy=True)
 
 
-def _by_torch(workspace: Workspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
-    return in_parts(call, None if call.wire is None else (workspace, plan))
-
-
 def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
     """The layer runs inside each node, then sums of nodes cross to the tokens' owners."""
-    of = two_level.of_group(workspace, plan, call.routing)
-    if of is None or not of.by_flux:
-        made = in_parts(call)
-        return made if of is None else two_level.mark_lost(of, made)
+    if not two_level.serves(workspace, call.routing.ep_size):
+        return in_parts(call)
+    of = two_level.OfGroup(workspace, plan, call.routing)
+    if not of.by_flux:
+        return two_level.mark_lost(of, in_parts(call))
     workspace.inside("the layer inside the node")
     made = below(_layer, call._replace(routing=of.routing))
     return two_level.bring_sums(workspace, of, made, call.routing.num_tokens)
-
-
-def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
-    return _Exchange(workspace, plan, call, epoch).run()
 
 
 class _Exchange(Slots):
@@ -188,7 +178,6 @@ class _Exchange(Slots):
         return slice(first * BLOCK_N, min((first + size) * BLOCK_N, self._plan.n))
 
     def _compute(self, chunk: int) -> None:
-        """Computes all tiles of a chunk of columns, for all experts."""
         first, size = self._plan.chunks[chunk]
         x, scales, offsets = self._call.x, self._call.scales, self._routing.offsets.tolist()
         schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
@@ -245,9 +234,9 @@ _layer = Operator(
     False,
     {
         "alone": lambda workspace, plan, call, epoch, recipe: in_parts(call, recipe=recipe),
-        "torch": _by_torch,
+        "torch": lambda workspace, plan, call, *_: in_parts(call, (workspace, plan) if call.wire else None),
         "kernel": _by_kernel,
-        "protocol": _by_protocol,
+        "protocol": lambda workspace, plan, call, epoch, _: _Exchange(workspace, plan, call, epoch).run(),
         "nodes": _on_nodes,
     },
 )

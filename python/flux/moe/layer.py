@@ -1,6 +1,4 @@
-"""What both layers of a mixture of experts share: a call, and its way from the public function, or from
-torch's dispatcher, to what runs it.
-"""
+"""What both layers of experts share: a call, and its way from the public function to what runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ Tensor = torch.Tensor
 
 
 class Layer(NamedTuple):
-    """A call of layer 0 or 1. scales: as they were given; for the ways, canonical."""
+    """A call of layer 0 or 1. scales: as given; for the ways, canonical. columns, dtype: of the result."""
 
     x: Tensor
     weight: Tensor
@@ -46,12 +44,10 @@ class Layer(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the result."""
         return self.weight.shape[1] // (2 if self.activation == "swiglu" else 1)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
         return fp8.result_dtype(self.x, self.scales)
 
     def wide_weights(self) -> list[WideWeight]:
@@ -67,20 +63,12 @@ Way = Callable[[Any, Any, Layer, int, repeat.Recipe], Tensor]
 
 
 class Operator(NamedTuple):
-    """One of the layers.
-
-    Attributes:
-        name: in messages.
-        number: of its known calls (flux.comm.repeat.operator).
-        of_tokens: x has a row for each token, and the result one for each of a routing's rows; else the other
-            way round.
-        ways: "alone" (in a group of one rank), "torch", "kernel" (GPUs), "protocol" (CPUs) and "nodes".
-    """
+    """One of the layers. of_tokens: x has a row for each token, the result for each row; else conversely."""
 
     name: str
-    number: int
+    number: int  # of its known calls (flux.comm.repeat.operator)
     of_tokens: bool
-    ways: Mapping[str, Way]
+    ways: Mapping[str, Way]  # "alone" (in a group of one rank), "torch", "kernel", "protocol" and "nodes"
 
     def rows(self, routing: Routing) -> tuple[int, int]:
         """Of x and of the result."""
@@ -101,9 +89,7 @@ def known(
     scaling: tuple[Any, ...],
     below: bool = False,
 ) -> Tensor | None:
-    """The result of a known call of a layer (flux.comm.repeat), or None. scaling: as fp8.arguments
-    returns it. below: below torch's dispatcher.
-    """
+    """The result of a known call, or None. scaling: of fp8.arguments. below: below torch's dispatcher."""
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
     calls = repeat.of(routing.group_name)
@@ -153,10 +139,6 @@ def _of_arguments(op: Operator, x: Tensor, weight: Tensor, tensors: list[Tensor]
     return Layer(x, weight, Routing._make([*tensors, *sizes, name]), activation, scales, *wire)
 
 
-def _eager(op: Operator, *arguments: Any) -> Tensor:
-    return below(op, _of_arguments(op, *arguments))
-
-
 def _fake(op: Operator, *arguments: Any) -> Tensor:
     call = _of_arguments(op, *arguments)
     _check(op, call)
@@ -170,9 +152,8 @@ def _check(op: Operator, call: Layer) -> None:
 
 def below(op: Operator, call: Layer) -> Tensor:
     """A call without gradients and without torch's dispatcher."""
-    x, weight, routing, activation, scales, wire = call
-    given = (op.number, x, weight, routing, activation, scales or ())
-    if wire is None and (done := known(*given, below=True)) is not None:
+    given = (op.number, *call[:4], call.scales or ())
+    if call.wire is None and (done := known(*given, below=True)) is not None:
         return done
     return run(op, call)
 
@@ -204,8 +185,8 @@ def _among_ranks(op: Operator, call: Layer, group: ProcessGroup, recipe: repeat.
 
 def plan_of(workspace: Workspace, op: str, call: Layer) -> MoePlan:
     routing, (experts, n, k) = call.routing, call.weight.shape
-    scaling = None if call.scales is None else call.scales.scaling(k)
     sizes = (routing.max_tokens, n, k, call.x.dtype, routing.positions.shape[2], routing.ep_size, experts)
+    scaling = None if call.scales is None else call.scales.scaling(k)
     return plan_layer(workspace, LayerProblem(op, *sizes, scaling))
 
 
@@ -234,8 +215,7 @@ class Slots:
         return self._workspace.slot(owner, self._epoch, offset, count, self._dtype).view(self._shape)
 
     def signal(self, owner: int, number: int) -> None:
-        slot = self.layout.slot_index(self.layout.rank, owner)
-        self._workspace.signal(owner, slot, number, self._epoch)
+        self._workspace.signal(owner, self.layout.slot_index(self.layout.rank, owner), number, self._epoch)
 
     def wait(self, source: int, number: int, what: int) -> None:
         slot = self.layout.slot_index(source, self.layout.rank)
@@ -245,6 +225,5 @@ class Slots:
 def register(op: Operator) -> None:
     """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
     for device in ("CPU", "CUDA"):
-        library.impl(op.torch_operator, functools.partial(_eager, op), device)
-    fake = functools.partial(_fake, op)
-    torch.library.register_fake(f"flux::{op.torch_operator}", fake, lib=library)
+        library.impl(op.torch_operator, lambda *given: below(op, _of_arguments(op, *given)), device)
+    torch.library.register_fake(f"flux::{op.torch_operator}", functools.partial(_fake, op), lib=library)

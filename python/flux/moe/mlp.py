@@ -95,8 +95,7 @@ class MoEMLP(ShardedModule):
         if activation is not None and activation not in ACTIVATIONS:
             checks.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
         for name, most in (("max_tokens", max_tokens), ("max_node_tokens", max_node_tokens)):
-            if most is not None:
-                argument_types.size(op, name, most)
+            argument_types.size(op, name, 0 if most is None else most)
         argument_types.optional_function(op, "init", init)
         argument_types.floating_dtype(op, "dtype", dtype)
         argument_types.device(op, "device", device)
@@ -136,11 +135,9 @@ class MoEMLP(ShardedModule):
                 part[expert - own[0].start].copy_(whole.view(shape[1:])[own[1:]])
 
     def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
-            f"ep_size={self.ep_size}, activation={self.activation!r}, max_tokens={self.max_tokens}, "
-            f"rank={self.rank} of {self.world_size}"
-        )
+        names = ("hidden_size", "ffn_size", "num_experts", "ep_size", "activation", "max_tokens")
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{told}, rank={self.rank} of {self.world_size}"
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """The experts' results for this rank's tokens. A collective.
@@ -174,14 +171,8 @@ class MoEMLP(ShardedModule):
                 expected = f"[..., k] for {tokens.shape[0]} tokens, those of x"
                 checks.fail(op, name, expected, f"shape {list(tensor.shape)}")
         ids, scores = [each.reshape(-1, each.shape[-1]) for each in choices.values()]
-        routing = route(
-            ids,
-            scores,
-            self.num_experts,
-            group=self.group_name,
-            ep_size=self.ep_size,
-            max_tokens=self.max_tokens,
-            max_node_tokens=self.max_node_tokens,
-        )
+        limits = {"max_tokens": self.max_tokens, "max_node_tokens": self.max_node_tokens}
+        group, ep_size = self.group_name, self.ep_size
+        routing = route(ids, scores, self.num_experts, group=group, ep_size=ep_size, **limits)
         hidden = ag_scatter_gemm(tokens, w1.flatten(1, -2), routing, activation=self.activation)
         return gemm_gather_rs(hidden, w2, routing).view(x.shape)

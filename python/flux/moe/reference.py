@@ -1,6 +1,5 @@
-"""Mixture of experts with torch only: the references of the tests, and the fallback where there is no kernel.
-
-`routing_tensors` and the `unfused` functions never synchronise with a GPU; the references do.
+"""Mixture of experts with torch only: a whole layer on one rank, and what runs where there is no kernel. But
+for `moe_mlp`, nothing synchronises with a GPU.
 """
 
 from __future__ import annotations
@@ -8,14 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from flux import _native
-from flux._memory import movable, padded, wide_type
-from flux.comm.group import process_group
-from flux.fp8 import scales as fp8
-from flux.ops import grouped_gemm
-from flux.ops.grouped_gemm import activate, expert_product
+from flux._memory import wide_type
+from flux.ops.grouped_gemm import activate
 
 __all__ = ["moe_mlp"]
 
@@ -65,11 +60,8 @@ def moe_mlp(
 
 
 def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
-    """The tensors of a flux.moe.Routing, in its order, but for the weights.
-
-    Args:
-        layout: flux._core.MoeLayout.
-        ids: [p, max_tokens, k], the experts that the tokens of all ranks have chosen.
+    """The tensors of a flux.moe.Routing, but for the weights, of a flux._core.MoeLayout and the experts
+    [p, max_tokens, k] that the tokens of all ranks have chosen.
     """
     p, limit, k = ids.shape
     device, rank, experts = ids.device, layout.rank, layout.local_experts
@@ -154,51 +146,6 @@ def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
     slot_rows = rows.clamp(min=0)
     tokens = incoming.reshape(-1).index_select(0, slot_rows).clamp_(min=0)
     return tokens.add_(slot_rows.floor_divide_(limit), alpha=limit)
-
-
-def ag_scatter_gemm(
-    x: Tensor, weight: Tensor, routing: Any, activation: str | None = None, *scaling: Any
-) -> Tensor:
-    """flux.moe.ag_scatter_gemm by torch; rows after the last are zero. scaling: as in ops.gemm.reference."""
-    group, limit = process_group(routing.group_name), routing.max_tokens
-    scales = fp8.given("moe.ag_scatter_gemm", *scaling)
-    everybody = _gathered(padded(x, limit), group)
-    if scales is not None:
-        of_rows = fp8.of_elements(scales.canonical_experts(*weight.shape).x, x.shape[0])
-        scales = scales._replace(x=_gathered(padded(of_rows, limit), group))
-    tokens = tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
-    given = (everybody, weight, routing.offsets, tokens, activation, *(scales or ()))
-    return grouped_gemm.reference(*given)
-
-
-def _gathered(x: Tensor, group: Any) -> Tensor:
-    """The rows of all ranks."""
-    plain = movable(x.contiguous())
-    everybody = [torch.empty_like(plain) for _ in range(group.size())]
-    dist.all_gather(everybody, plain, group=group)
-    return torch.cat(everybody).view(x.dtype)
-
-
-def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Tensor:
-    """flux.moe.gemm_gather_rs by torch: fp32 sums of fp32 products, in rank order, rounded once. scaling: as
-    in ops.gemm.reference.
-    """
-    group, scales = process_group(routing.group_name), fp8.given("moe.gemm_gather_rs", *scaling)
-    limit, wide = routing.max_tokens, wide_type(x.dtype)
-    if scales is not None:
-        scales = scales.canonical_experts(*weight.shape)
-    bounds = routing.offsets.tolist()
-    product = torch.zeros(x.shape[0], weight.shape[1], dtype=wide, device=x.device)
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        mine = slice(first, last)
-        product[mine] = expert_product(x[mine], weight, expert, scales, mine)
-    partial = weighted_sum(product, routing.positions, routing.weights)
-    everybody = [torch.empty_like(partial) for _ in range(group.size())]
-    dist.all_gather(everybody, partial, group=group)
-    total = torch.zeros_like(partial[group.rank()])
-    for other in everybody:
-        total += other[group.rank()]
-    return total[: min(limit, routing.num_tokens)].to(fp8.result_dtype(x, scales))
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:

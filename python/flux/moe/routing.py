@@ -11,21 +11,19 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
 from flux.comm import cuda, registry, repeat
-from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, round_up
 from flux.moe import reference, two_level
-from flux.ops.all_gather import all_gather
 from flux.ops.ways import all_gather as gather
-from flux.plan.choose import Plan, problem_of
-from flux.plan.gemm import plan_all_gather
+from flux.plan.choose import Plan
 from flux.plan.moe import BLOCK_M
+from flux.plan.network_model import TwoLevel
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
 _OP = "moe.route"
@@ -145,9 +143,8 @@ def route(
         if done is not None:
             # Without the function of the class in Python.
             return tuple.__new__(Routing, (*done, num_experts, ep_size, most, rows, calls.group_name))
-    sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
-    sizes["max_node_tokens"] = max_node_tokens
-    argument_types.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
+    sizes = {"ep_size": ep_size, "max_tokens": max_tokens, "max_node_tokens": max_node_tokens}
+    argument_types.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, num_experts=num_experts, **sizes)
     name = group_name(group, _OP)
     if topk_ids.dim() != 2:
         checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
@@ -213,8 +210,7 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
 def tokens_of_rows(routing: Routing) -> Tensor:
     """rank * max_tokens + token of each row, int32; for rows after the last one: any valid token."""
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    found: Tensor = _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)
-    return found
+    return _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)  # type: ignore[no-any-return]
 
 
 def _tokens(
@@ -234,22 +230,6 @@ def _on_node(name: str, ep_size: int, max_tokens: int, incoming: Tensor) -> two_
     return two_level.NodeTokens.of_incoming(workspace, max_tokens, incoming)
 
 
-def _check_tensors(topk_ids: Tensor, topk_weights: Tensor) -> None:
-    if topk_ids.dim() != 2:
-        checks.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        checks.fail(_OP, "topk_ids", "dtype int32 or int64", topk_ids.dtype)
-    tokens, k = topk_ids.shape
-    if not 1 <= k <= MAX_TOP_K:
-        checks.fail(_OP, "topk_ids", f"1 to {MAX_TOP_K} experts for each token", f"shape {[tokens, k]}")
-    if topk_weights.shape != topk_ids.shape:
-        checks.fail(_OP, "topk_weights", f"shape {[tokens, k]}", f"shape {list(topk_weights.shape)}")
-    if topk_weights.dtype not in checks.FLOATING:
-        checks.fail(_OP, "topk_weights", "a floating dtype", topk_weights.dtype)
-    if topk_weights.device != topk_ids.device:
-        checks.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
-
-
 def checked_shapes(p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int) -> Shapes:
     """Shapes of the arrays of a routing. tokens: number of tokens of this rank."""
     if ep_size < 1 or p % ep_size:
@@ -262,18 +242,9 @@ def checked_shapes(p: int, num_experts: int, ep_size: int, max_tokens: int, toke
         checks.fail(_OP, "max_tokens", f"less than 2**30 choices of {p} ranks, {k} a token", max_tokens)
     experts = num_experts // ep_size
     max_rows = p * max_tokens * min(k, experts)
-    return (
-        (experts + 1,),
-        (experts, p),
-        (max_rows,),
-        (p, max_tokens, k),
-        (p, max_tokens),
-        (p,),
-        (ep_size, max_tokens),
-        (ep_size, max_tokens),
-        (max_rows // BLOCK_M + experts, 4),
-        (1,),
-    )
+    slices, tiles = (ep_size, max_tokens), (max_rows // BLOCK_M + experts, 4)
+    tokens_of = (p, max_tokens, k), (p, max_tokens)
+    return (experts + 1,), (experts, p), (max_rows,), *tokens_of, (p,), slices, slices, tiles, (1,)
 
 
 # Only for eager calls: under tracing, sizes may be symbolic, which cannot be keys of the cache.
@@ -293,32 +264,36 @@ class _Call(NamedTuple):
 
     def shapes(self, checked: Callable[..., Shapes]) -> Shapes:
         """Checks the call; returns the shapes of the arrays, without shares of nodes."""
-        _check_tensors(self.ids, self.weights)
+        ids, weights = self.ids, self.weights
+        if ids.dtype not in (torch.int32, torch.int64):
+            checks.fail(_OP, "topk_ids", "dtype int32 or int64", ids.dtype)
+        shape = list(ids.shape)
+        if not 1 <= shape[1] <= MAX_TOP_K:
+            checks.fail(_OP, "topk_ids", f"1 to {MAX_TOP_K} experts for each token", f"shape {shape}")
+        if weights.shape != ids.shape:
+            checks.fail(_OP, "topk_weights", f"shape {shape}", f"shape {list(weights.shape)}")
+        if weights.dtype not in checks.FLOATING:
+            checks.fail(_OP, "topk_weights", "a floating dtype", weights.dtype)
+        if weights.device != ids.device:
+            checks.fail(_OP, "topk_weights", f"device {ids.device}, that of topk_ids", weights.device)
         sizes = (self.num_experts, self.ep_size, self.max_tokens, *self.ids.shape)
         return checked(process_group(self.name).size(), *sizes)
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
     call = _Call(*arguments)
-    shapes = call.shapes(checked_shapes)
-    if call.max_node_tokens is not None:
-        shapes = _shapes_with_shares(call, call.max_node_tokens, shapes)
+    shapes, group, limit = call.shapes(checked_shapes), process_group(call.name), call.max_node_tokens
+    if limit is not None:  # shapes depend on the nodes, so the group must have met before
+        two_level.check_max_node_tokens(limit, call.max_tokens)
+        workspace = next(iter(registry.existing(group)), None)
+        if workspace is None and group.size() > 1:
+            before = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
+            checks.fail(_OP, "max_node_tokens", before, limit)
+        if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, call.ep_size):
+            on_node = two_level.NodeTokens.of(workspace, call.max_tokens, limit)
+            shapes = two_level.shapes(shapes, on_node, call.ids.shape[1], call.num_experts // call.ep_size)
     arrays = [call.ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
     return [*arrays, call.ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
-
-
-def _shapes_with_shares(call: _Call, max_node_tokens: int, flat: Shapes) -> Shapes:
-    """Shapes while torch traces: those of shares depend on the nodes, so the group must have met before."""
-    two_level.check_max_node_tokens(max_node_tokens, call.max_tokens)
-    group = process_group(call.name)
-    workspace = next(iter(registry.existing(group)), None)
-    if workspace is None and group.size() > 1:
-        expected = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
-        checks.fail(_OP, "max_node_tokens", expected, max_node_tokens)
-    if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, call.ep_size):
-        return flat
-    on_node = two_level.NodeTokens.of(workspace, call.max_tokens, max_node_tokens)
-    return two_level.shapes(flat, on_node, call.ids.shape[1], call.num_experts // call.ep_size)
 
 
 def _eager(*arguments: Any) -> list[Tensor]:
@@ -362,12 +337,11 @@ def _among_ranks(call: _Call, group: ProcessGroup, shapes: Shapes) -> list[Tenso
 def kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
     """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
     if workspace is None:
-        return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
-    found: Plan | None = workspace.plans.get((_OP, layout))
-    if found is None:
-        found = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
-        workspace.plans[_OP, layout] = found
-    return found
+        return _make_plan(layout, cuda.why_not(device), cuda.num_sms(device), "")
+    key = _OP, layout
+    if key not in workspace.plans:
+        workspace.plans[key] = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
+    return cast(Plan, workspace.plans[key])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -376,17 +350,10 @@ def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -
         why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
     if why_not is None and not layout.route_fits(num_sms):
         why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count beside other kernels"
-    m = layout.world_size * layout.max_tokens
-    common = (_OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
-    if why_not is not None:
-        return Plan(*common, False, "torch", why_not)
-    room = round_up(layout.route_exchange_bytes)
-    reason = "supported by the kernel"
-    return Plan(*common, True, transport, reason, config=layout.ep_size, exchange_bytes=room)
-
-
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    m, fits = layout.world_size * layout.max_tokens, why_not is None
+    common = (_OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False, fits)
+    how = transport if fits else "torch", why_not or "supported by the kernel"
+    return Plan(*common, *how, config=layout.ep_size, exchange_bytes=round_up(layout.route_exchange_bytes))
 
 
 def by_kernel(
@@ -428,9 +395,12 @@ def _on_nodes(call: _Call, workspace: NodesWorkspace, shapes: Shapes) -> list[Te
     message = _message(call)
     same: dict[str, float | str] = {"max_tokens": max_tokens, "max_node_tokens": str(max_node_tokens)}
     most = 0 if message.is_cuda else two_level.overflow(message, on_node, num_experts, workspace.node)
+    p = workspace.world_size
     if most:
         same["tokens for another node"] = most
-    plan = two_level.plan_route(workspace, workspace.world_size * max_tokens, num_experts, call.ep_size)
+    levels = TwoLevel(workspace.topology, workspace.engine, "rails", 1, 0, 0, 0.0, 0.0, workspace.links)
+    common = (_OP, p * max_tokens, num_experts, 0, torch.float32, p, False, True, workspace.transport)
+    plan = Plan(*common, levels.reason, config=call.ep_size, way="two-level", levels=levels)
     with workspace.calling(plan, same):
         if most:
             checks.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
@@ -445,9 +415,8 @@ def route_on_host(layout: Any, ids: Tensor, shapes: Shapes) -> list[Tensor]:
 
 
 def _message(call: _Call) -> Tensor:
-    """The data that a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits.
-
-    Missing tokens (up to max_tokens) and invalid expert ids are marked as not routed.
+    """What a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits. Missing
+    tokens and invalid expert ids are marked as not routed.
     """
     tokens, k = call.ids.shape
     # Check ids before they are narrowed to 32 bits, which could turn an invalid id into a valid one.
@@ -463,26 +432,21 @@ def _message(call: _Call) -> Tensor:
     return told
 
 
+# all_gather, by the name of this operator in messages.
+_GATHER = replace(
+    gather.ALL_GATHER,
+    name=_OP,
+    number=repeat.operator(),
+    plan=lambda workspace, call, sizes: replace(gather.gather_plan(workspace, call.x), op=_OP),
+)
+
+
 def _exchange(told: Tensor, group: ProcessGroup, layout: Any) -> Tensor:
     """All-gathers the messages of all ranks, [p * rows, columns]."""
     if group.size() == 1:
         return told
-    if told.is_cuda:
-        return all_gather(told, group=group)
-    workspace = registry.get(group, told.device, _OP)
-    m, columns = group.size() * told.shape[0], told.shape[1]
-    everybody = told.new_empty(m, columns)
-    plan = plan_all_gather(problem_of(workspace, m, 0, columns, told.dtype))
-    # The plan of the gather, but with the name of this operator and the facts on which ranks must agree.
-    call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
-    with workspace.calling(call, NOTHING) as epoch:
-        if plan.by_flux and isinstance(workspace, CpuWorkspace):
-            arrivals = gather.Arrivals(workspace, call, epoch, told)
-            for source in range(group.size()):
-                arrivals.copy_to(everybody, source)
-        else:
-            gather.unfused(told, group, everybody)
-    return everybody
+    also: Same = {"num_experts": layout.num_experts, "ep_size": layout.ep_size}
+    return front.below(_GATHER, gather.Call(told), group, also)  # type: ignore[no-any-return]
 
 
 for _device in ("CPU", "CUDA"):

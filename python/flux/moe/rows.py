@@ -30,33 +30,20 @@ def kernel_takes(rows: Tensor, columns: int) -> bool:
 
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None = None) -> Tensor:
-    """x[tokens], each row times its entry of `scores`; rounded once.
-
-    Args:
-        x: [M, H].
-        tokens: int32 or int64 [R].
-        offsets: [E + 1]; what rows from offsets[-1] on hold is not specified.
-        scores: [R] in the wide type, or None.
+    """x[tokens], each row times its entry of `scores`, in the wide type; rounded once. What rows from
+    offsets[-1] on hold is not specified.
     """
-    function = _gathered if torch.is_grad_enabled() else _gather_op
-    result: Tensor = function(x, tokens, offsets, scores)
+    result: Tensor = (_gathered if torch.is_grad_enabled() else _gather_op)(x, tokens, offsets, scores)
     return result
 
 
 def finish_rows(
     rows: Tensor, offsets: Tensor, scores: Tensor | None = None, x: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row times its entry of `scores`, and the dot products of the rows (before) with those of x.
+    """Each row of rows [R, I] times its entry of `scores`, and the dot products of the rows (before) with
+    those of x [R, I], None without x. rows may be overwritten; scores and products are in the wide type.
 
-    Both are zero from offsets[-1] on, where neither rows nor x are read.
-
-    Args:
-        rows: [R, I]; may be overwritten.
-        scores: [R] in the wide type, or None.
-        x: [R, I], or None.
-
-    Returns:
-        [R, I], and [R] in the wide type, or None without x.
+    Both results are zero from offsets[-1] on, where neither rows nor x are read.
     """
     if torch.is_grad_enabled():
         return _finished(rows, offsets, scores, x)
@@ -67,15 +54,10 @@ def finish_rows(
 def finish_activation(
     rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """finish_rows with x = activate_rows(product), and the activation_grad of that, in one pass.
+    """finish_rows with x = activate_rows(product), and the activation_grad of that, in one pass: the gradient
+    of the product [R, N], the activation's result [R, I], and the dot products [R].
 
-    What rows from offsets[-1] on hold is not specified.
-
-    Args:
-        rows: [R, I], gradients of rows times `scores`; may be overwritten.
-
-    Returns:
-        The gradient of the product [R, N], the activation's result [R, I], and the dot products [R].
+    rows are gradients of rows times `scores`. What rows from offsets[-1] on hold is not specified.
     """
     if torch.is_grad_enabled():
         return _finished_activation(rows, product, offsets, scores, activation)
@@ -94,7 +76,7 @@ def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
 
 def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     """Gradient of the product [R, N], from that of its activation; computed in the wide type."""
-    function = _activation_grad if torch.is_grad_enabled() else _activation_grad_op
+    function = _slope if torch.is_grad_enabled() else _activation_grad_op
     result: Tensor = function(grad, product, offsets, activation)
     return result
 
@@ -113,7 +95,7 @@ def weighted_sum(
     if within is not None and product.is_contiguous():
         given = {"product": product, "positions": positions, "weights": weights}
         recipe = repeat.Recipe(_WEIGHTED_SUM, given, within)
-        within.add(recipe, enqueue, [[*recipe.numbers(*given), recipe.returns(out)]], [0], [None])
+        repeat.remember(None, recipe, enqueue, [[*recipe.numbers(*given), recipe.returns(out)]])
     return out
 
 
@@ -128,61 +110,12 @@ def _gathered(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None)
     return rows if scores is None else (rows.to(scores.dtype) * scores[:, None]).to(x.dtype)
 
 
-def _finished(
-    rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    rows, wide = before_end(rows, offsets), wide_type(rows.dtype)
-    dots = None
-    if x is not None:
-        dots = before_end((rows.to(wide) * x.to(wide)).sum(-1), offsets)
-    if scores is not None:
-        rows = (rows.to(wide) * scores[:, None]).to(rows.dtype)
-    return rows, dots
-
-
-def _finished_activation(
-    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    x = activate_rows(product, offsets, activation)
-    grad, dots = _finished(rows, offsets, scores, x)
-    assert dots is not None
-    return _activation_grad(grad, product, offsets, activation), x, dots
-
-
-def _activated(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    return activate(product.to(wide_type(product.dtype)), activation).to(product.dtype)
-
-
-def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    wide = wide_type(grad.dtype)
-    g, z = grad.to(wide), product.to(wide)
-    if activation == "gelu":
-        result: Tensor = torch.ops.aten.gelu_backward(g, z)
-    elif activation == "silu":
-        result = g * silu_slope(z)
-    else:
-        gate, up = z.chunk(2, dim=-1)
-        of_up = g * torch.nn.functional.silu(gate)
-        result = torch.cat([g * up * silu_slope(gate), of_up], -1)
-    return result.to(grad.dtype)
-
-
-def _gather_cuda(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None) -> Tensor:
+def _gather(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None) -> Tensor:
     if not kernel_takes(x, x.shape[1]):
         return _gathered(x, tokens, offsets, scores)
     out = x.new_empty(tokens.shape[0], x.shape[1])
     _gather_kernel(readable(x), tokens.to(torch.int32), offsets, scores, out)
     return out
-
-
-def _dots(rows: Tensor, x: Tensor | None) -> Tensor:
-    return rows.new_empty(0 if x is None else rows.shape[0], dtype=wide_type(rows.dtype))
-
-
-def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
-    finished, dots = _finished(rows, offsets, scores, x)
-    rows.copy_(finished)
-    return _dots(rows, x) if dots is None else dots
 
 
 def _in_place(rows: Tensor) -> bool:
@@ -193,48 +126,61 @@ def _in_place(rows: Tensor) -> bool:
     return fits
 
 
-def _finish_cuda(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
-    if not _in_place(rows):
-        return _finish(rows, offsets, scores, x)
+def _dots(rows: Tensor, x: Tensor | None) -> Tensor:
+    return rows.new_empty(0 if x is None else rows.shape[0], dtype=wide_type(rows.dtype))
+
+
+def _finished(
+    rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    rows, wide = before_end(rows, offsets), wide_type(rows.dtype)
+    dots = None if x is None else before_end((rows.to(wide) * x.to(wide)).sum(-1), offsets)
+    if scores is not None:
+        rows = (rows.to(wide) * scores[:, None]).to(rows.dtype)
+    return rows, dots
+
+
+def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
     dots = _dots(rows, x)
-    _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
-    return dots
+    if _in_place(rows):
+        _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
+        return dots
+    finished, found = _finished(rows, offsets, scores, x)
+    rows.copy_(finished)
+    return dots if found is None else found
 
 
-def _finish_activation(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    of_product, x, dots = _finished_activation(rows, *given)
-    rows.copy_(x)
-    return of_product, dots
+def _finished_activation(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = activate_rows(product, offsets, activation)
+    grad, dots = _finished(rows, offsets, scores, x)
+    assert dots is not None
+    return _slope(grad, product, offsets, activation), x, dots
 
 
-def _finish_activation_cuda(
+def _finish_activation(
     rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     if not _in_place(rows):
-        return _finish_activation(rows, product, offsets, scores, activation)
+        of_product, x, dots = _finished_activation(rows, product, offsets, scores, activation)
+        rows.copy_(x)
+        return of_product, dots
     of_product, dots = product.new_empty(product.shape), _dots(rows, rows)
     given = (rows, readable(product), offsets, scores)
     _finish_activation_kernel(*given, NUMBERS[activation], of_product, dots)
     return of_product, dots
 
 
-def _activate_fake(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+def _activated_like(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     return product.new_empty(product.shape[0], product.shape[1] // (2 if activation == "swiglu" else 1))
 
 
-def _activate_cuda(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    out = _activate_fake(product, offsets, activation)
+def _activate(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    out = _activated_like(product, offsets, activation)
     if not kernel_takes(product, out.shape[1]):
-        return _activated(product, offsets, activation)
+        return out.copy_(activate(product.to(wide_type(product.dtype)), activation))
     _activate_kernel(readable(product), offsets, NUMBERS[activation], out)
-    return out
-
-
-def _activation_grad_cuda(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    if not kernel_takes(product, grad.shape[1]):
-        return _activation_grad(grad, product, offsets, activation)
-    out = product.new_empty(product.shape)
-    _activation_grad_kernel(readable(grad), readable(product), offsets, NUMBERS[activation], out)
     return out
 
 
@@ -248,31 +194,48 @@ def _activate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return activation_grad(grad, product, offsets, ctx.activation), None, None
 
 
-def _step(name: str, by_torch: Any, on_gpu: Any, fake: Any) -> Any:
+def _slope(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    wide = wide_type(grad.dtype)
+    g, z = grad.to(wide), product.to(wide)
+    if activation == "gelu":
+        result: Tensor = torch.ops.aten.gelu_backward(g, z)
+    elif activation == "silu":
+        result = g * silu_slope(z)
+    else:
+        gate, up = z.chunk(2, dim=-1)
+        result = torch.cat([g * up * silu_slope(gate), g * torch.nn.functional.silu(gate)], -1)
+    return result.to(grad.dtype)
+
+
+def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    if not kernel_takes(product, grad.shape[1]):
+        return _slope(grad, product, offsets, activation)
+    out = product.new_empty(product.shape)
+    _activation_grad_kernel(readable(grad), readable(product), offsets, NUMBERS[activation], out)
+    return out
+
+
+def _step(name: str, run: Any, fake: Any) -> Any:
     """Registers a step's operator, and returns it."""
-    library.impl(f"moe_{name}", by_torch, "CPU")
-    library.impl(f"moe_{name}", on_gpu, "CUDA")
+    for device in ("CPU", "CUDA"):
+        library.impl(f"moe_{name}", run, device)
     torch.library.register_fake(f"flux::moe_{name}", fake, lib=library)
     return getattr(torch.ops.flux, f"moe_{name}").default
 
 
-_gather_op = _step(
-    "gather_rows", _gathered, _gather_cuda, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1])
-)
-_finish_op = _step("finish_rows", _finish, _finish_cuda, lambda rows, offsets, scores, x: _dots(rows, x))
+def _like_product(x: Tensor, product: Tensor, *_: Any) -> Tensor:
+    return product.new_empty(product.shape)
+
+
+_gather_op = _step("gather_rows", _gather, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1]))
+_finish_op = _step("finish_rows", _finish, lambda rows, offsets, scores, x: _dots(rows, x))
 _finish_activation_op = _step(
     "finish_activation",
     _finish_activation,
-    _finish_activation_cuda,
-    lambda rows, product, *_: (product.new_empty(product.shape), _dots(rows, rows)),
+    lambda rows, *given: (_like_product(rows, *given), _dots(rows, rows)),
 )
-_activate_op = _step("activate_rows", _activated, _activate_cuda, _activate_fake)
-_activation_grad_op = _step(
-    "activation_grad",
-    _activation_grad,
-    _activation_grad_cuda,
-    lambda grad, product, *_: product.new_empty(product.shape),
-)
+_activate_op = _step("activate_rows", _activate, _activated_like)
+_activation_grad_op = _step("activation_grad", _activation_grad, _like_product)
 torch.library.register_autograd(
     "flux::moe_activate_rows", _activate_backward, setup_context=_activate_setup, lib=library
 )

@@ -32,30 +32,20 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference
 from flux.moe.rows import weighted_sum
 from flux.ops.ways import all_gather as gather
-from flux.ops.ways import two_level
-from flux.plan.choose import Plan
 from flux.plan.moe import BLOCK_M, LayerProblem, MoePlan, plan_layer
-from flux.plan.network_model import TwoLevel
 
 Tensor = torch.Tensor
-_ROUTE = "moe.route"
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class NodeTokens:
-    """The tokens that each rank of a node has: of its rail.
-
-    Attributes:
-        nodes, ranks: of the group.
-        limit: max_tokens of the whole group.
-        share: the most tokens of another node's rank, or None: all.
-    """
+    """The tokens that each rank of a node has: of its rail, in a group of `nodes` with `ranks` each."""
 
     nodes: int
     ranks: int
-    limit: int
-    share: int | None
+    limit: int  # max_tokens of the whole group
+    share: int | None  # the most tokens of another node's rank; None: all
 
     @property
     def size(self) -> int:
@@ -108,8 +98,7 @@ def route(
 
     Args:
         message: float32 [max_tokens, 2 k], of this rank: weights, then the bits of the experts.
-        sizes: num_experts, ep_size of the whole group.
-        flat: shapes of the whole group.
+        sizes, flat: num_experts and ep_size of the whole group, and its shapes.
         of_node: (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
     """
     k, (num_experts, ep_size) = message.shape[1] // 2, sizes
@@ -142,8 +131,7 @@ def _places(ids: Tensor, experts: int, on_node: NodeTokens, node: int) -> Tensor
     needs = ((ids[:, :, None] >= 0) & (ids[:, :, None] // experts == nodes)).any(1).t()
     needs = needs & (nodes != node)[:, None]
     place = needs.cumsum(1) - 1
-    place = torch.where(place < (on_node.share or 0), place, -2)
-    return torch.where(needs, place, -1).int()
+    return torch.where(needs, torch.where(place < (on_node.share or 0), place, -2), -1).int()
 
 
 def _tokens_of_places(places: Tensor, on_node: NodeTokens) -> Tensor:
@@ -170,14 +158,14 @@ def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, o
     sent = torch.where((tokens >= 0)[..., None], chosen, nothing.view(torch.int32)).view(torch.float32)
     everybody = told.new_empty(on_node.size, columns + 1)
     shares = everybody[: on_node.nodes * tokens.shape[1]].view(sent.shape)
-    _swap_all(workspace, sent, shares, "exchange 1 of 1, of routing")
+    _swap_all(workspace, sent, shares, "routing")
     shares[workspace.node] = nothing
     everybody[on_node.nodes * tokens.shape[1] :] = told
     return everybody
 
 
-def _swap_all(workspace: NodesWorkspace, send: Tensor, receive: Tensor, where: str) -> None:
-    workspace.wait(workspace.rail.alltoall(send, receive), where)
+def _swap_all(workspace: NodesWorkspace, send: Tensor, receive: Tensor, what: str) -> None:
+    workspace.wait(workspace.rail.alltoall(send, receive), f"exchange 1 of 1, of {what}")
 
 
 def _origins(workspace: NodesWorkspace, numbers: Tensor, on_node: NodeTokens) -> Tensor:
@@ -205,10 +193,8 @@ def _to_group(
     offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
     nodes, ranks, k = on_node.nodes, on_node.ranks, positions.shape[-1]
     if origin is None or places is None:
-        by_rank = (ranks, nodes, on_node.limit, k)
-        positions, weights = (
-            each.view(by_rank).transpose(0, 1).reshape(wanted[3]) for each in (positions, weights)
-        )
+        flip = [each.view(ranks, nodes, on_node.limit, k).transpose(0, 1) for each in (positions, weights)]
+        positions, weights = (each.reshape(wanted[3]) for each in flip)
         incoming = incoming.view(wanted[4])
     else:
         total = nodes * ranks * on_node.limit
@@ -224,33 +210,24 @@ def _to_group(
 
 
 def _in_front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of this shape, which begins with the elements of another one."""
     whole = tensor.new_zeros(shape)
     whole.view(-1)[: tensor.numel()] = tensor.reshape(-1)
     return whole
 
 
 class OfGroup:
-    """A layer of the whole group, as its node runs it.
-
-    Attributes:
-        on_node: the tokens of a rank of the node.
-        places: of each own token in the share of each node; None without shares.
-        routing: the node's flux.moe.Routing.
-        by_flux: whether the node's ranks run the layer fused; if not, nobody does.
-    """
+    """A layer of the whole group, as its node runs it: none does so fused, unless all can (by_flux)."""
 
     def __init__(self, workspace: NodesWorkspace, plan: MoePlan, routing: Any) -> None:
-        """plan: of the whole group."""
         self.on_node = on_node = NodeTokens.of_incoming(workspace, routing.max_tokens, routing.incoming)
-        self.places: Tensor | None = None
+        self.places: Tensor | None = None  # of each own token in the share of each node
         nodes, ranks, size, k = on_node.nodes, on_node.ranks, on_node.size, routing.positions.shape[-1]
         positions, weights, incoming = routing.positions, routing.weights, routing.incoming
         if on_node.share is None:
-            positions, weights = (
-                each.view(nodes, ranks, on_node.limit, k).transpose(0, 1).reshape(ranks, size, k)
-                for each in (positions, weights)
-            )
+            flip = [
+                each.view(nodes, ranks, on_node.limit, k).transpose(0, 1) for each in (positions, weights)
+            ]
+            positions, weights = (each.reshape(ranks, size, k) for each in flip)
             incoming = incoming.view(ranks, size)
         else:
             self.places = incoming[ranks : ranks + nodes, : on_node.limit]
@@ -281,13 +258,8 @@ class OfGroup:
         self.by_flux = inner is None or plan_layer(inner, LayerProblem(plan.op, size, *sizes)).by_flux
 
 
-def of_group(workspace: NodesWorkspace, plan: MoePlan, routing: Any) -> OfGroup | None:
-    """How a node runs its part of a layer, or None if slices of experts span nodes."""
-    return OfGroup(workspace, plan, routing) if serves(workspace, routing.ep_size) else None
-
-
 def tokens_of_rows(on_node: NodeTokens, rows: Tensor, incoming: Tensor) -> Tensor:
-    """rank * max_tokens + token of each row; for rows after the last one: any valid token."""
+    """As of flux.moe.routing."""
     if on_node.share is not None:
         origin = incoming[on_node.ranks + on_node.nodes :]
         inside = reference.tokens_of_rows(rows, incoming[: on_node.ranks])
@@ -309,7 +281,7 @@ def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
     tokens = _tokens_of_places(of.places, on_node)
     count = tokens.numel()
     sent = padded[tokens.clamp(min=0)]
-    _swap_all(workspace, sent, everybody[:count].view(sent.shape), "exchange 1 of 1, of tokens")
+    _swap_all(workspace, sent, everybody[:count].view(sent.shape), "tokens")
     everybody[count:] = padded
     return everybody
 
@@ -319,30 +291,23 @@ def bring_sums(workspace: NodesWorkspace, of: OfGroup, made: Tensor, num_tokens:
     [tokens, n]. A token for which a share had no room becomes NaN.
     """
     on_node, columns = of.on_node, made.shape[1]
-    out = made.new_empty(num_tokens, columns)
-    if of.places is None:
-        whole = out if num_tokens == on_node.limit else made.new_empty(on_node.limit, columns)
-        sums = two_level.Sums(on_node.nodes, whole, ())
-        blocks = made.view(on_node.nodes, on_node.limit, columns)
-        _swap_all(workspace, blocks, sums.parts, "exchange 1 of 1, of sums")
-        sums.write()
-        return out if whole is out else out.copy_(whole[:num_tokens])
-    share = on_node.share or 0
-    count = on_node.nodes * share
+    share = on_node.limit if on_node.share is None else on_node.share
+    count, shape = on_node.nodes * share, (on_node.nodes, share, columns)
     back = torch.empty_like(made)
-    shape = (on_node.nodes, share, columns)
-    _swap_all(workspace, made[:count].view(shape), back[:count].view(shape), "exchange 1 of 1, of sums")
-    back[count:] = made[count:]
-    places = of.places[:, :num_tokens].long()
+    _swap_all(workspace, made[:count].view(shape), back[:count].view(shape), "sums")
     nodes = torch.arange(on_node.nodes, device=made.device)[:, None]
-    own = count + torch.arange(num_tokens, device=made.device)
-    rows = torch.where(places >= 0, nodes * share + places, -1)
-    rows = torch.where(nodes == workspace.node, own, rows)
-    # Where there was no room: the own row, times NaN.
-    lost = places == -2
-    rows = torch.where(lost, own, rows)
-    weights = torch.where(lost, torch.nan, 1.0)
-    return out.copy_(weighted_sum(back, rows.t().int().contiguous(), weights.t().float().contiguous()))
+    tokens = torch.arange(num_tokens, device=made.device)
+    rows = nodes * share + tokens
+    weights = torch.ones(rows.shape, device=made.device)
+    if of.places is not None:
+        back[count:] = made[count:]
+        places = of.places[:, :num_tokens].long()
+        lost = places == -2  # there was no room: the own row, times NaN
+        rows = torch.where(places >= 0, nodes * share + places, -1)
+        rows = torch.where((nodes == workspace.node) | lost, count + tokens, rows)
+        weights = torch.where(lost, torch.nan, 1.0)
+    sums = weighted_sum(back, rows.t().int().contiguous(), weights.t().float().contiguous())
+    return sums.to(made.dtype)
 
 
 def mark_lost(of: OfGroup, out: Tensor) -> Tensor:
@@ -363,15 +328,6 @@ def overflow(message: Tensor, on_node: NodeTokens, num_experts: int, node: int) 
     return most if most > on_node.share else 0
 
 
-def check_max_node_tokens(value: int | None, limit: int) -> int | None:
-    """Checks the argument of flux.moe.route."""
+def check_max_node_tokens(value: int | None, limit: int) -> None:
     if value is not None and not 0 <= value <= limit:
-        checks.fail(_ROUTE, "max_node_tokens", f"0 to max_tokens = {limit}", value)
-    return value
-
-
-def plan_route(workspace: NodesWorkspace, tokens: int, num_experts: int, ep_size: int) -> Plan:
-    """The facts of a routing on which ranks must agree."""
-    levels = TwoLevel(workspace.topology, workspace.engine, "rails", 1, 0, 0, 0.0, 0.0, workspace.links)
-    common = (_ROUTE, tokens, num_experts, 0, torch.float32, workspace.world_size, False, True)
-    return Plan(*common, workspace.transport, levels.reason, config=ep_size, way="two-level", levels=levels)
+        checks.fail("moe.route", "max_node_tokens", f"0 to max_tokens = {limit}", value)

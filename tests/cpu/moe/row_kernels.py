@@ -70,7 +70,7 @@ def _finish_activation(
 class _Activate(torch.autograd.Function):
     """The operator, with its implementation for GPUs and its derivative."""
 
-    forward, setup_context = staticmethod(steps._activate_cuda), staticmethod(steps._activate_setup)
+    forward, setup_context = staticmethod(steps._activate), staticmethod(steps._activate_setup)
     backward = staticmethod(steps._activate_backward)
 
 
@@ -93,6 +93,6 @@ def kernels_on_cpus() -> Iterator[Counter[str]]:
                 kernel(*arguments)  # type: ignore[operator]
 
             stack.enter_context(mock.patch.object(steps, f"_{name}_kernel", counted))
-            op = _Activate.apply if name == "activate" else getattr(steps, f"_{name}_cuda")
+            op = _Activate.apply if name == "activate" else getattr(steps, f"_{name}")
             stack.enter_context(mock.patch.object(steps, f"_{name}_op", op))
         yield ran

@@ -35,8 +35,8 @@ def test_autograd_sees_that_kernels_overwrite_rows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(steps, "_finish_kernel", lambda *_: None)
     monkeypatch.setattr(steps, "_finish_activation_kernel", lambda *_: None)
     rows, scores = integers(1, 7, 16), torch.ones(7)
-    steps._finish_cuda(rows, OFFSETS, scores, None)
-    steps._finish_activation_cuda(rows, integers(2, 7, 16), OFFSETS, scores, "silu")
+    steps._finish(rows, OFFSETS, scores, None)
+    steps._finish_activation(rows, integers(2, 7, 16), OFFSETS, scores, "silu")
     assert rows._version == 2
 
 

@@ -21,10 +21,10 @@ from repeated import (
 )
 
 from flux import moe
+from flux.comm import cuda
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts
 from flux.measured.times import Tuning
-from flux.moe import routing
 from flux.ops import grouped_gemm
 
 HERE = str(Path(__file__).parents[2])
@@ -120,7 +120,7 @@ def test_what_this_rank_s_part_of_experts_costs_the_host(
 ) -> None:
     """Four kernels, of which one call repeats two."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(routing, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(cuda, "num_sms", lambda device: 132)
     monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
     given = tensor(8, 64), ids, weights, tensor(4, 32, 64), tensor(4, 64, 16)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from repeated import Machine, fp8, scale, tensor
 
 import flux
-from flux.comm import repeat
+from flux.comm import cuda, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts, summed_experts
 from flux.measured.times import NO_FACTS, Tuning
@@ -30,7 +30,7 @@ OWN_KERNELS = ["moe_route", "grouped_gemm", "grouped_gemm", "moe_combine"]
 @pytest.fixture
 def on_gpu(gemms: Any, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(routing, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(cuda, "num_sms", lambda device: 132)
     # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
     monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     workspace.tuning = NO_FACTS

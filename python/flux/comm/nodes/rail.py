@@ -8,17 +8,18 @@ docs/design/nodes.md has what a further one needs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d
 from torch import Tensor
 
-_c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
+# Parts of these are not typed.
+_c10d: Any = torch.distributed.distributed_c10d
 _dist: Any = dist
 _cuda: Any = torch.cuda
 _torch_c: Any = torch._C
@@ -31,11 +32,7 @@ _WATCHDOG_MARGIN = 20
 
 
 class RailError(RuntimeError):
-    """An exchange did not finish: a node did not come in time, or its connection broke.
-
-    Attributes:
-        node: the one that was waited for.
-    """
+    """An exchange did not finish: `node` did not come in time, or its connection broke."""
 
     def __init__(self, node: int, detail: str) -> None:
         self.node = node
@@ -47,10 +44,8 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """After this, received data may be read and sent data overwritten: on a GPU by work that is enqueued
-        on the current stream from now on, without waiting on the host.
-
-        Raises:
-            RailError: on CPUs, a node did not take part before the deadline. GPUs: see watch.py.
+        on the current stream from now on, without waiting on the host. On CPUs raises RailError if a node did
+        not take part before the deadline; GPUs: see watch.py.
         """
 
 
@@ -59,22 +54,14 @@ class Rail(ABC):
 
     Tensors are contiguous, of equal size on all ranks, and on the rail's device. Between the start and the
     wait of a transfer, its tensors belong to it. On a GPU a transfer starts after what the current stream
-    holds so far, and takes `sms` SMs until it has finished.
-
-    Attributes:
-        engine: name for users.
-        nodes, node: ranks of the rail, and this one.
-        bytes_sent: bytes that this rank has sent to other nodes so far.
-        sms: SMs that a transfer takes while it is on its way.
+    holds so far, and takes `sms` SMs until it has finished. `bytes_sent` counts those sent to other nodes.
     """
 
-    engine: str
+    engine: str  # name for users
     sms = 0
 
     def __init__(self, nodes: int, node: int) -> None:
-        self.nodes = nodes
-        self.node = node
-        self.bytes_sent = 0
+        self.nodes, self.node, self.bytes_sent = nodes, node, 0
 
     @abstractmethod
     def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
@@ -83,9 +70,8 @@ class Rail(ABC):
     def gather(self, x: Tensor, out: Tensor) -> Transfer:
         """out [nodes, ...]: x of every node."""
         out[self.node].copy_(x)
-        return Together(
-            [self.swap(x, to, out[source], source) for to, source in shifts(self.nodes, self.node)]
-        )
+        pairs = shifts(self.nodes, self.node)
+        return Together(*(self.swap(x, to, out[source], source) for to, source in pairs))
 
     def alltoall(self, send: Tensor, receive: Tensor) -> Transfer:
         """send [nodes, ...]: a part for every node; receive [nodes, ...]: from every node. The own part of
@@ -93,7 +79,7 @@ class Rail(ABC):
         """
         receive[self.node].copy_(send[self.node])
         pairs = shifts(self.nodes, self.node)
-        return Together([self.swap(send[to], to, receive[source], source) for to, source in pairs])
+        return Together(*(self.swap(send[to], to, receive[source], source) for to, source in pairs))
 
     @abstractmethod
     def close(self) -> None:
@@ -110,7 +96,7 @@ def shifts(nodes: int, node: int) -> list[tuple[int, int]]:
 class Together:
     """Several transfers as one."""
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, *transfers: Transfer) -> None:
         self._transfers = transfers
 
     def wait(self) -> None:
@@ -133,7 +119,7 @@ class GlooRail(Rail):
         self.bytes_sent += send.nbytes
         self._count += 1
         if send.numel() == 0:
-            return Together([])
+            return Together()
         if self._backend is None:
             raise RailError(source, "the rail is closed")
         with _naming(source):
@@ -141,7 +127,7 @@ class GlooRail(Rail):
         with _naming(to):
             going = self._backend.send([send], to, self._count)
         # `receive` first: a node that has not come is better named by what it owes.
-        return Together([_GlooWork(coming, source, self._deadline), _GlooWork(going, to, self._deadline)])
+        return Together(_GlooWork(coming, source, self._deadline), _GlooWork(going, to, self._deadline))
 
     def close(self) -> None:
         # gloo cannot abort a transfer, but without its backend its connections close, and peers notice at
@@ -149,15 +135,14 @@ class GlooRail(Rail):
         self._backend = None
 
 
-class _GlooWork:
-    def __init__(self, work: Any, node: int, deadline: timedelta) -> None:
-        self._work = work
-        self._node = node
-        self._deadline = deadline
+class _GlooWork(NamedTuple):
+    work: Any
+    node: int
+    deadline: timedelta
 
     def wait(self) -> None:
-        with _naming(self._node):
-            self._work.wait(self._deadline)
+        with _naming(self.node):
+            self.work.wait(self.deadline)
 
 
 @contextmanager
@@ -173,10 +158,8 @@ class NcclRail(Rail):
     """CUDA tensors, through a communicator of NCCL that belongs to this rail alone.
 
     Its stream has high priority and its kernels few CTAs, so that they start beside a GEMM that leaves `sms`
-    SMs free. The host waits for no transfer.
-
-    Attributes:
-        on_start: is told every transfer that has been enqueued; who sets it keeps their deadlines.
+    SMs free. The host waits for no transfer. `on_start` is told every transfer that has been enqueued; who
+    sets it keeps their deadlines.
     """
 
     engine = "NCCL"
@@ -192,47 +175,34 @@ class NcclRail(Rail):
         """The communicator, which NCCL sets up at the first transfer."""
         options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=_WATCHDOG_MARGIN * timeout_s)
-        options.config.min_ctas = 1
-        options.config.max_ctas = NCCL_CTAS
+        options.config.min_ctas, options.config.max_ctas = 1, NCCL_CTAS
         return _dist.ProcessGroupNCCL(store, node, nodes, options)
 
     def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
+        # NCCL groups the messages, and leaves out those without bytes: a swap involves no third node.
         going, coming = [0] * self.nodes, [0] * self.nodes
         going[to], coming[source] = send.nbytes, receive.nbytes
-        return self._all_to_all(send, going, receive, coming, send.nbytes)
+        return self._begin("alltoall_base", send, receive, send.nbytes, coming, going)
 
     def alltoall(self, send: Tensor, receive: Tensor) -> Transfer:
         parts = [send.nbytes // self.nodes] * self.nodes
-        return self._all_to_all(send, parts, receive, parts, send.nbytes - parts[self.node])
-
-    def _all_to_all(
-        self, send: Tensor, going: list[int], receive: Tensor, coming: list[int], sent: int
-    ) -> Transfer:
-        # NCCL groups the messages, and leaves out those without bytes: a swap involves no third node.
-        def begin() -> Any:
-            options = _dist.AllToAllOptions()
-            options.asyncOp = True
-            return self._backend.alltoall_base(_bytes(receive), _bytes(send), coming, going, options)
-
-        return self._begin(begin, send, receive, sent)
+        return self._begin("alltoall_base", send, receive, send.nbytes - parts[self.node], parts, parts)
 
     def gather(self, x: Tensor, out: Tensor) -> Transfer:
-        def begin() -> Any:
-            options = _c10d.AllgatherOptions()
-            options.asyncOp = True
-            return self._backend._allgather_base(_bytes(out), _bytes(x), options)
+        return self._begin("_allgather_base", x, out, (self.nodes - 1) * x.nbytes)
 
-        return self._begin(begin, x, out, (self.nodes - 1) * x.nbytes)
-
-    def _begin(self, begin: Callable[[], Any], send: Tensor, receive: Tensor, sent: int) -> Transfer:
+    def _begin(self, name: str, send: Tensor, receive: Tensor, sent: int, *sizes: list[int]) -> Transfer:
         self.bytes_sent += sent
         if send.numel() == 0:
-            return Together([])
+            return Together()
         reached = None
         if send.is_cuda:
             reached = _cuda.Event()
             reached.record()
-        transfer = NcclTransfer(begin(), reached, receive)
+        options = _dist.AllToAllOptions() if sizes else _c10d.AllgatherOptions()
+        options.asyncOp = True
+        given = (each.view(-1).view(torch.uint8) for each in (receive, send))
+        transfer = NcclTransfer(getattr(self._backend, name)(*given, *sizes, options), reached, receive)
         self.on_start(transfer)
         return transfer
 
@@ -278,7 +248,3 @@ class NcclTransfer:
             for part in memory.split(self._FILL_BYTES):
                 part.copy_(ones[: part.numel()], non_blocking=True)
         stream.synchronize()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

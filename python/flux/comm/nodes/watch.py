@@ -13,42 +13,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from flux._log import log
-
-
-class Watched(Protocol):
-    """A transfer as the watch sees it."""
-
-    def has_started(self) -> bool: ...
-    def has_finished(self) -> bool: ...
-    def poison(self) -> None: ...
+from flux.comm.nodes.rail import NcclTransfer
 
 
 class Watch:
-    """Looks after the transfers of one rail, which start in the order in which they are told.
-
-    Args:
-        timeout_s: the deadline of a transfer, from when the stream has come to it.
-        someone_failed: a rank that has given up, or None; asks the store of the group.
-        give_up: closes the rail, records the failure of the workspace, and tells the other ranks.
+    """Looks after the transfers of one rail, which start in the order in which they are told. The deadline
+    counts from when the stream has come to one. someone_failed: a rank that has given up. give_up: closes the
+    rail, records the failure of the workspace, and tells the other ranks.
     """
 
     def __init__(
         self, timeout_s: float, someone_failed: Callable[[], int | None], give_up: Callable[[str], None]
     ) -> None:
-        self._timeout_s = timeout_s
-        self._someone_failed = someone_failed
-        self._give_up = give_up
-        self._transfers: deque[tuple[Watched, int]] = deque()
+        self._timeout_s, self._someone_failed, self._give_up = timeout_s, someone_failed, give_up
+        self._transfers: deque[tuple[NcclTransfer, int]] = deque()
         self._due_since: float | None = None
         self._count = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def started(self, transfer: Watched) -> None:
+    def started(self, transfer: NcclTransfer) -> None:
         """Tells of a transfer that has been enqueued."""
         with self._lock:
             self._drop_finished()
@@ -83,7 +70,6 @@ class Watch:
             if not self._transfers:
                 return False
             transfer, number = self._transfers[0]
-        where = f"exchange number {number}"
         if self._someone_failed() is None:
             if not transfer.has_started():  # the GPU is still busy with what comes before
                 return False
@@ -94,7 +80,7 @@ class Watch:
         with self._lock:
             for late, _ in self._transfers:
                 late.poison()
-        self._give_up(where)
+        self._give_up(f"exchange number {number}")
         return True
 
     def _drop_finished(self) -> None:
