@@ -69,13 +69,11 @@ def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
 
 
 def process_group(name: str) -> ProcessGroup:
-    """The live process group of that name."""
     group: ProcessGroup = _c10d._resolve_process_group(name)
     return group
 
 
 def group_name(group: GroupLike, op: str) -> str:
-    """Name of the group, as torch operators carry it."""
     return str(resolve_group(group, op).group_name)
 
 
@@ -137,7 +135,6 @@ def is_live(group: ProcessGroup) -> bool:
 
 
 def live() -> list[ProcessGroup]:
-    """All groups of this process."""
     return [*_c10d._world.pg_map, *_parts]
 
 
@@ -173,7 +170,6 @@ class Rendezvous:
 
     @classmethod
     def of(cls, group: ProcessGroup, tag: str) -> Rendezvous:
-        """The rendezvous of a group. tag: distinguishes its workspaces."""
         if why_fake(group) is not None:
             return _FakeRendezvous(None, "", group.rank(), group.size())
         # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.

@@ -54,7 +54,6 @@ def in_turn(
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
-    """The CallTurn (fair lock) of a group on a device."""
     key = (group, device)
     return _turns.get(key) or _turns.setdefault(key, _native.core.CallTurn(ON_ALL_RANKS))
 
@@ -162,7 +161,6 @@ def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
 
 
 def existing(group: ProcessGroup) -> list[Workspace]:
-    """The workspaces that a group has so far."""
     return [workspace for (owner, _), workspace in list(_workspaces.items()) if owner is group]
 
 

@@ -79,7 +79,6 @@ class Recipe:
         self._theirs: list[torch.Tensor] = []
 
     def number(self, name: str) -> int:
-        """The operand for an argument, which may be absent."""
         return self._numbers.get(name, ABSENT)
 
     def numbers(self, *names: str) -> list[int]:
@@ -134,8 +133,6 @@ class Recipe:
         return self.results[-1]
 
     def add(self, part: Recipe, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Adds a call within this one."""
-
         def of(operand: int) -> Any:
             if operand == ABSENT:
                 return None
@@ -232,14 +229,12 @@ def make(turn: Any = None, order: Any = None, error_address: int = 0, group_name
 
 
 def forget_all() -> None:
-    """Forgets all known calls of this process."""
     for calls in _all:
         calls.clear()
 
 
 @functools.cache
 def without_group() -> Any:
-    """The known calls of operators without communication."""
     return make()
 
 

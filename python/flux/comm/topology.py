@@ -119,5 +119,4 @@ def links_of(told: object, what: str, place: str = "") -> Links:
 
 
 def write_links(path: Path, measured: Links) -> None:
-    """Writes a file for FLUX_LINKS."""
     _files.write_json({"schema": _LINKS_SCHEMA, "links": measured.to_tell()}, path)

@@ -272,7 +272,6 @@ class Workspace(ABC):
                 self.known.paused = bool(self.left_free)
 
     def stop_copying(self) -> None:
-        """Lets SMs carry all further calls."""
         self.copies = False
         for plans in (self.plans, *self._plans_left_free.values()):
             plans.clear()
@@ -290,7 +289,6 @@ class Workspace(ABC):
         self.raise_if_failed()
 
     def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
-        """Whether a call that needs these sizes can run without growing the workspace."""
         fits = signal_bytes <= self.signal_bytes and slot_bytes <= self.slot_bytes
         return fits and exchange_bytes <= self.exchange_bytes
 

@@ -130,7 +130,6 @@ class Quantised(NamedTuple):
     scale: Tensor
 
     def both(self, function: Callable[[Tensor], Tensor]) -> Quantised:
-        """The function of q, and of scales of rows."""
         return Quantised(function(self.q), self.scale if self.scale.dim() == 1 else function(self.scale))
 
     def transposed(self, multiple: int = 1) -> Quantised:
@@ -151,7 +150,6 @@ class Quantised(NamedTuple):
 
 
 def check(op: str, fp8: object, x: Tensor) -> None:
-    """Checks the option of a layer, and that x is something that it can quantise."""
     if fp8 is None:
         return
     if not isinstance(fp8, Fp8):

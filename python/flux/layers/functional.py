@@ -322,7 +322,6 @@ class _Row(torch.autograd.Function):
 
 
 def _row_grads(ctx: Any, grad: Tensor, rows: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight and bias in fp8."""
     fp8, (needs_x, needs_weight, needs_bias) = ctx.fp8, ctx.needs_input_grad[:3]
     name, in_fp8 = ctx.group[0] if ctx.group[1] else None, isinstance(rows, Quantised)
     grad_x = grad_bias = None

@@ -54,7 +54,6 @@ class _ParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def _options(self) -> dict[str, Any]:
-        """Of column_linear and row_linear."""
         how = {"group": self.group_name, "sequence_parallel": self.sequence_parallel, "fp8": self.fp8}
         return {**how, "gradient_accumulation_fusion": self.gradient_accumulation_fusion}
 

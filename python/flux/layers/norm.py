@@ -245,7 +245,6 @@ def _check_alike(
 
 
 def _equal(value: list[Any], device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether the printed value is the same on all ranks."""
     digest = zlib.crc32(repr(value).encode())
     largest = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -96,8 +96,6 @@ def _layer_backward(number: int, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 class Wanted(NamedTuple):
-    """Which gradients a layer is asked for."""
-
     x: bool
     scores: bool  # of the routing's weights
     of_weights: OfWeights | None  # what makes those of the experts' weights

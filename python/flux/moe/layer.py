@@ -51,7 +51,6 @@ class Layer(NamedTuple):
         return fp8.result_dtype(self.x, self.scales)
 
     def wide_weights(self) -> list[WideWeight]:
-        """Each expert's, for CPUs."""
         return [wide_expert(self.weight, expert, self.scales) for expert in range(self.weight.shape[0])]
 
     def readable_weight(self) -> Tensor:
@@ -133,7 +132,6 @@ def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
 
 
 def _of_arguments(op: Operator, x: Tensor, weight: Tensor, tensors: list[Tensor], *rest: Any) -> Layer:
-    """A call, of the arguments of the torch operator."""
     sizes, (activation, name), of_scales, wire = rest[:4], rest[4:6], rest[6:10], rest[10:]
     scales = fp8.given(op.name, *of_scales)
     return Layer(x, weight, Routing._make([*tensors, *sizes, name]), activation, scales, *wire)

@@ -252,8 +252,6 @@ _kept_shapes = functools.lru_cache(maxsize=1024)(checked_shapes)
 
 
 class _Call(NamedTuple):
-    """The arguments of the torch operator."""
-
     ids: Tensor
     weights: Tensor
     num_experts: int

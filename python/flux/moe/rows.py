@@ -216,7 +216,6 @@ def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation:
 
 
 def _step(name: str, run: Any, fake: Any) -> Any:
-    """Registers a step's operator, and returns it."""
     for device in ("CPU", "CUDA"):
         library.impl(f"moe_{name}", run, device)
     torch.library.register_fake(f"flux::moe_{name}", fake, lib=library)

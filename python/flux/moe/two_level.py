@@ -64,7 +64,6 @@ class NodeTokens:
 
     @classmethod
     def of_incoming(cls, workspace: NodesWorkspace, limit: int, incoming: Tensor) -> NodeTokens:
-        """That of a routing."""
         nodes, size = workspace.topology.nodes, incoming.shape[1]
         return cls(nodes, workspace.topology.ranks, limit, None if size == limit else (size - limit) // nodes)
 
@@ -259,7 +258,6 @@ class OfGroup:
 
 
 def tokens_of_rows(on_node: NodeTokens, rows: Tensor, incoming: Tensor) -> Tensor:
-    """As of flux.moe.routing."""
     if on_node.share is not None:
         origin = incoming[on_node.ranks + on_node.nodes :]
         inside = reference.tokens_of_rows(rows, incoming[: on_node.ranks])

@@ -94,8 +94,6 @@ def shifts(nodes: int, node: int) -> list[tuple[int, int]]:
 
 
 class Together:
-    """Several transfers as one."""
-
     def __init__(self, *transfers: Transfer) -> None:
         self._transfers = transfers
 
@@ -172,7 +170,6 @@ class NcclRail(Rail):
 
     @staticmethod
     def make_backend(store: Any, nodes: int, node: int, timeout_s: float) -> Any:
-        """The communicator, which NCCL sets up at the first transfer."""
         options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=_WATCHDOG_MARGIN * timeout_s)
         options.config.min_ctas, options.config.max_ctas = 1, NCCL_CTAS
@@ -231,7 +228,6 @@ class NcclTransfer:
         return self._reached is None or bool(self._reached.query())
 
     def has_finished(self) -> bool:
-        """Whether all its data has arrived, and left."""
         return bool(self._work.is_completed())
 
     def poison(self) -> None:

@@ -36,7 +36,6 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def started(self, transfer: NcclTransfer) -> None:
-        """Tells of a transfer that has been enqueued."""
         with self._lock:
             self._drop_finished()
             self._count += 1

@@ -242,8 +242,6 @@ class NodesWorkspace(Workspace):
 
 
 class Place(NamedTuple):
-    """What a rank that gives up waited for."""
-
     waits_for: int
     where: str
 
