@@ -104,6 +104,7 @@ def _workspace(group: Any) -> Any:
             self.peers = [1 << 41, 1 << 42]
             self.tensor = SimpleNamespace(__getitem__=None)
 
+    cuda.why_fake = lambda group: None  # type: ignore[assignment]
     symm_mem.why_not = lambda group, device: None  # type: ignore[assignment]
     symm_mem.unreachable_peer = lambda device, uuids, rank: None  # type: ignore[assignment]
     files.local = lambda device: NO_FACTS  # type: ignore[assignment]
@@ -113,7 +114,7 @@ def _workspace(group: Any) -> Any:
     turn = registry.turn(group, device)
     meeting: Any = Echo()
     met = cuda.CudaWorkspace.meet(group, device, "gemm_rs", meeting)
-    made = cuda.CudaWorkspace(group, device, "gemm_rs", meeting, turn, met)
+    made = cuda.CudaWorkspace(cuda.Met(group, device, "gemm_rs", meeting, turn, met))
     torch.zeros = zeros
     core = cuda._native.core
     made._symm_buffer = core.SymmBuffer(0, 2, [1 << 41, 1 << 42], 1 << 30, ROOM, ROOM, made._error_address, 1)
