@@ -96,7 +96,22 @@ class CallTurn {
 
   // args: the function, then its arguments. kHolds: `hold`, else `call`.
   template <bool kHolds>
-  PyObject* call(PyObject* const* args, Py_ssize_t count);
+  PyObject* call(PyObject* const* args, Py_ssize_t count) {
+    if (count == 0) throw pybind11::type_error("expected a function, and its arguments");
+    acquire(turn_);
+    if (turn_.depth() == 1) open_ = false;
+    PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
+    if (result != nullptr) {
+      leave();
+      return result;
+    }
+    const pybind11::error_already_set error;
+    const bool own = !kHolds || !error.matches(PyExc_Exception);  // an interrupt is no Exception
+    const bool breaks = open_ && own && !error.matches(refusals_);
+    const std::string name = breaks ? error.type().attr("__name__").cast<std::string>() : "";
+    leave(breaks ? name.c_str() : nullptr);
+    throw error;
+  }
 
   // A call without Python code in it: try_enter, open, leave. False if another thread is inside a call.
   bool try_enter() {

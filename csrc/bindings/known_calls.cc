@@ -23,24 +23,6 @@ using namespace pybind11::literals;
 
 namespace flux::bindings {
 
-template <bool kHolds>
-PyObject* CallTurn::call(PyObject* const* args, Py_ssize_t count) {
-  if (count == 0) throw py::type_error("expected a function, and its arguments");
-  acquire(turn_);
-  if (turn_.depth() == 1) open_ = false;
-  PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
-  if (result != nullptr) {
-    leave();
-    return result;
-  }
-  const py::error_already_set error;
-  const bool own = !kHolds || !error.matches(PyExc_Exception);  // an interrupt is no Exception
-  const bool breaks = open_ && own && !error.matches(refusals_);
-  const std::string name = breaks ? error.type().attr("__name__").cast<std::string>() : "";
-  leave(breaks ? name.c_str() : nullptr);
-  throw error;
-}
-
 namespace {
 
 using runtime::LaunchTable;

@@ -97,62 +97,62 @@ struct Summing {
   const Finish& f = p.finish;
   char* const here = symm.exchange(symm.rank, call.epoch);
 
-  // Sums vectors begin, begin + stride, ... below `count`. where(i) returns the place of vector i; use(place, sum)
-  // consumes its sum. A thread issues the loads of kBatch vectors x kSources ranks before it polls the first, to
-  // overlap their latency. Larger batches unroll more code, which costs instruction fetches in code that runs once.
+  // For vectors begin, begin + stride, ... below `count`: calls ask(b, i) for kBatch of them, and then take(b, i).
+  template <int kBatch, class Ask, class Take>
+  FLUX_DEVICE static void in_batches(int begin, int stride, int count, Ask ask, Take take) {
+#pragma unroll 1
+    for (; begin < count; begin += kBatch * stride) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (begin + b * stride >= count) break;
+        ask(b, begin + b * stride);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (begin + b * stride >= count) break;
+        take(b, begin + b * stride);
+      }
+    }
+  }
+
+  // Sums them. where(i) returns the place of vector i; use(place, sum) consumes its sum. A thread issues the loads of
+  // kBatch vectors x kSources ranks before it polls the first, to overlap their latency. Larger batches unroll more code,
+  // which costs instruction fetches in code that runs once.
   template <int kBatch, int kSources, class Where, class Use>
   FLUX_DEVICE void for_each_sum(int begin, int stride, int count, Where where, Use use) const {
     const int64_t slot_bytes =
         static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * Exchange::kElementBytes;
     const auto base = [&](const Place& at) { return here + x.contribution(0, symm.rank, at.row, at.column); };
-#pragma unroll 1
-    for (; begin < count; begin += kBatch * stride) {
-      exchange::Parts<kSources> parts[kBatch];
-      uint4 bias[kBatch], residual[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (begin + b * stride >= count) break;
-        const Place at = where(begin + b * stride);
-        parts[b].ask(base(at), slot_bytes, symm.world_size);
-        if (f.bias != nullptr) bias[b] = *vector_at(f.bias, at.column);
-        if (f.residual != nullptr) residual[b] = *vector_at(f.residual, element(at));
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int i = begin + b * stride;
-        if (i >= count) break;
-        const Place at = where(i);
-        float total[kVector];
-        parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, p.op, at.row, total);
-        if (f.bias != nullptr) add<Element>(bias[b], total);
-        if (f.residual != nullptr) add<Element>(residual[b], total);
-        use(at, round<Element>(total));
-      }
-    }
+    exchange::Parts<kSources> parts[kBatch];
+    uint4 bias[kBatch], residual[kBatch];
+    const auto ask = [&](int b, int i) {
+      const Place at = where(i);
+      parts[b].ask(base(at), slot_bytes, symm.world_size);
+      if (f.bias != nullptr) bias[b] = *vector_at(f.bias, at.column);
+      if (f.residual != nullptr) residual[b] = *vector_at(f.residual, element(at));
+    };
+    in_batches<kBatch>(begin, stride, count, ask, [&](int b, int i) {
+      const Place at = where(i);
+      float total[kVector];
+      parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, p.op, at.row, total);
+      if (f.bias != nullptr) add<Element>(bias[b], total);
+      if (f.residual != nullptr) add<Element>(residual[b], total);
+      use(at, round<Element>(total));
+    });
   }
 
   // Two-shot: as for_each_sum, for finished sums that their owners have sent.
   template <int kBatch, class Where, class Use>
   FLUX_DEVICE void for_each_result(int begin, int stride, int count, Where where, Use use) const {
     const auto address = [&](const Place& at) { return here + x.result(at.row, at.column); };
-#pragma unroll 1
-    for (; begin < count; begin += kBatch * stride) {
-      uint4 found[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (begin + b * stride >= count) break;
-        found[b] = ptx::load_relaxed_sys(address(where(begin + b * stride)));
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int i = begin + b * stride;
-        if (i >= count) break;
-        const Place at = where(i);
-        const uint32_t owner = x.owner(at.row, at.column);
-        use(at,
-            exchange::take(symm, call, address(at), found[b], {p.op, owner, static_cast<uint32_t>(at.row)}));
-      }
-    }
+    uint4 found[kBatch];
+    const auto ask = [&](int b, int i) { found[b] = ptx::load_relaxed_sys(address(where(i))); };
+    in_batches<kBatch>(begin, stride, count, ask, [&](int b, int i) {
+      const Place at = where(i);
+      const sync::WaitInfo info = {p.op, static_cast<uint32_t>(x.owner(at.row, at.column)),
+                                   static_cast<uint32_t>(at.row)};
+      use(at, exchange::take(symm, call, address(at), found[b], info));
+    });
   }
 
   FLUX_DEVICE int64_t element(const Place& at) const {

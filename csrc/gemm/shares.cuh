@@ -48,4 +48,21 @@ FLUX_DEVICE void end_exchange(const runtime::SymmBuffer& symm, uint32_t epoch) {
   sync::end_call(symm, epoch, [&] { symm.header()->ctas_begun = symm.header()->next_share = 0; });
 }
 
+// Where the thread that draws shares leaves them for the threads that sum: an mbarrier, then two words of shared memory.
+struct SharesBox {
+  uint32_t address;
+
+  FLUX_DEVICE void init() const { ptx::mbarrier_init(address, 1); }
+  FLUX_DEVICE void put(const Shares& shares) const {
+    ptx::store_shared(address + 8, shares.first);
+    ptx::store_shared(address + 12, shares.end);
+    ptx::mbarrier_arrive(address);
+  }
+  FLUX_DEVICE Shares get() const {
+    ptx::mbarrier_wait(address, 0);
+    return {static_cast<int>(ptx::load_shared(address + 8)),
+            static_cast<int>(ptx::load_shared(address + 12))};
+  }
+};
+
 }  // namespace flux::gemm

@@ -38,34 +38,31 @@ CUtensorMapSwizzle swizzle_of(int row_bytes) {
                            : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
-CUtensorMap encode_all(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
-                       int box_rows, int dimensions) {
+CUtensorMap encode(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                   int box_rows, int dimensions) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode_tiled = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
 
   const Matrix& matrix = matrices.first;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(matrix.rows),
-                               static_cast<cuuint64_t>(matrices.count)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(matrix.row_stride * element_bytes(dtype)),
-                                 static_cast<cuuint64_t>(matrices.step * element_bytes(dtype))};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult status = with_context([&] {
-    return encode_tiled(&map, type_of(dtype), dimensions, const_cast<void*>(matrix.data), sizes, strides, box,
-                        element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  });
-  FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), "matrix", matrix.data, matrix.rows,
-             matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "matrices", matrices.count,
-             matrices.step);
-  return map;
-}
-
-CUtensorMap encode(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
-                   int box_rows, int dimensions) {
-  const Matrix& matrix = matrices.first;
-  const auto make = [&] { return encode_all(matrices, dtype, swizzle, box_columns, box_rows, dimensions); };
+  const auto make = [&] {
+    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns),
+                                 static_cast<cuuint64_t>(matrix.rows),
+                                 static_cast<cuuint64_t>(matrices.count)};
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(matrix.row_stride * element_bytes(dtype)),
+                                   static_cast<cuuint64_t>(matrices.step * element_bytes(dtype))};
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
+    const cuuint32_t element_strides[3] = {1, 1, 1};
+    CUtensorMap map;
+    const CUresult status = with_context([&] {
+      return encode_tiled(&map, type_of(dtype), dimensions, const_cast<void*>(matrix.data), sizes, strides,
+                          box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    });
+    FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), "matrix", matrix.data, matrix.rows,
+               matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "matrices", matrices.count,
+               matrices.step);
+    return map;
+  };
   if (kept_maps == nullptr) return make();
   const KeptTensorMaps::Geometry geometry = {
       matrix.rows, matrix.columns, matrix.row_stride, matrices.count,          matrices.step,

@@ -48,7 +48,7 @@ KERNELS_OF = {
     "moe_combine": ("moe/expert_rows.cu",),
     "expert_rows": ("moe/expert_rows.cu",),
     "moe_layers": (*_LAYERS, "instances/ag_scatter_gemm.cu", "instances/gemm_gather_rs.cu"),
-    "copy_queue": (),
+    "copy_queue": ("cases/copies.cc",),
     "refused": _AR,
     **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), _GEMM_FP8),
     "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "instances/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),

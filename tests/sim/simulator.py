@@ -33,7 +33,7 @@ _DEVICE = [*_KERNEL, "-fsanitize=thread", "-fsanitize=alignment", "--param=tsan-
 _HOST = [*_KERNEL, "-Dthread_local="]
 _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/sim/engine", "-x", "c++"]
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
-_RUNTIME = ["runtime/tensor_map.cc", "runtime/copy_queue.cc"]
+_RUNTIME = ["runtime/tensor_map.cc"]
 
 
 def _instances(*names: str) -> list[str]:
@@ -163,7 +163,7 @@ def _object(source: str, flags: Sequence[str], root: Path) -> Path:
 
 
 def build(name: str, root: Path = ROOT, changed: Collection[str] = ()) -> Path:
-    """The program. Its kernels in `changed` are compiled from the tree `root`.
+    """The program. Its kernels in `changed`, and its case if it is there, are compiled from the tree `root`.
 
     That tree has csrc and tests/sim in it. Those kernels are linked first: of inline functions that differ
     between the trees, the linker takes the first.
@@ -181,7 +181,8 @@ def build(name: str, root: Path = ROOT, changed: Collection[str] = ()) -> Path:
         )
         for kernel in kernels
     ]
-    wanted += [(f"tests/sim/cases/{case}.cc", _CASE, ROOT) for case in ("case", *program.helpers, name)]
+    for case in (f"cases/{case}.cc" for case in ("case", *program.helpers, name)):
+        wanted.append((f"tests/sim/{case}", _CASE, root if case in changed else ROOT))
     wanted += [(source, _ENGINE, ROOT) for source in engine]
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(lambda each: _object(*each), wanted))

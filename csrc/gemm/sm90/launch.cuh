@@ -6,6 +6,7 @@
 #include "gemm/gemm.h"
 #include "gemm/sm90/gemm.cuh"
 #include "gemm/sm90/kernel_table.h"
+#include "runtime/symm_buffer.h"
 
 namespace flux::gemm {
 

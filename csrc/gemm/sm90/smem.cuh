@@ -5,7 +5,7 @@
 
 #include "gemm/elements.cuh"
 #include "gemm/policy.h"
-#include "gemm/shares.cuh"
+#include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 
@@ -18,23 +18,6 @@ struct RingCursor {
       index = 0;
       phase ^= 1;
     }
-  }
-};
-
-// Where the thread that draws shares leaves them for the threads that sum: an mbarrier, then two words of shared memory.
-struct SharesBox {
-  uint32_t address;
-
-  FLUX_DEVICE void init() const { ptx::mbarrier_init(address, 1); }
-  FLUX_DEVICE void put(const Shares& shares) const {
-    ptx::store_shared(address + 8, shares.first);
-    ptx::store_shared(address + 12, shares.end);
-    ptx::mbarrier_arrive(address);
-  }
-  FLUX_DEVICE Shares get() const {
-    ptx::mbarrier_wait(address, 0);
-    return {static_cast<int>(ptx::load_shared(address + 8)),
-            static_cast<int>(ptx::load_shared(address + 12))};
   }
 };
 
@@ -108,8 +91,8 @@ struct Smem {
   __device__ uint32_t ring_free() const { return arrived() + 8; }
   __device__ uint32_t parts_full() const { return ring_free() + 8; }
   // Of no use in these kernels, whose machine code is measured with it.
-  __device__ SharesBox shares() const { return {barrier(num_barriers(kTile))}; }
-  __device__ uint32_t tile_index(int index) const { return shares().address + kSharesBytes + index * 4; }
+  __device__ uint32_t shares() const { return barrier(num_barriers(kTile)); }
+  __device__ uint32_t tile_index(int index) const { return shares() + kSharesBytes + index * 4; }
   // A flag that is set when a wait timed out: by the storer, or by the loader for both warpgroups.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
   // The end of the memory that num_barriers and smem_bytes describe.
@@ -142,7 +125,7 @@ struct Smem {
     ptx::mbarrier_init(arrived(), kNumMathWarpgroups);
     ptx::mbarrier_init(ring_free(), kNumMathWarpgroups * kMathWarps * cluster_size);
     ptx::mbarrier_init(parts_full(), kNumMathWarpgroups);
-    shares().init();
+    ptx::mbarrier_init(shares(), 1);
     for (int index = 0; index < kTileQueue; ++index) {
       constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers
       ptx::mbarrier_init(tile_full(index), 1);

@@ -42,7 +42,6 @@ struct CUstreamMemOp {
   CUdeviceptr address;
   cuuint32_t value;
   unsigned flags;
-  CUdeviceptr alias;
 };
 union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;
