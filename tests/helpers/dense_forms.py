@@ -25,6 +25,16 @@ def into(call: Callable[..., Any], like: Tensor, **options: Any) -> Tensor:
     return out
 
 
+def of_gemm(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
+    x, weight, bias = case.inputs(rank, device)
+    expected = case.expected_sum(device)
+    call = partial(flux.gemm, x, weight, bias, transpose_weight=case.transpose_weight)
+    yield "result", call(), expected
+    yield "out", into(call, expected), expected
+    if device == "cpu":
+        yield "reference", gemm.reference(x, weight, bias, case.transpose_weight), expected
+
+
 def of_gemm_rs(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
     """Also reduce_scatter, of the products."""
     x, weight, bias = case.inputs(rank, device)
@@ -95,6 +105,7 @@ def of_gemm_ar(case: GemmRsCase, rank: int, device: str = "cpu") -> Forms:
 
 
 FORMS: dict[str, Callable[..., Forms]] = {
+    "gemm": of_gemm,
     "gemm_rs": of_gemm_rs,
     "ag_gemm": of_ag_gemm,
     "gemm_ar": of_gemm_ar,

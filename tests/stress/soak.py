@@ -392,7 +392,7 @@ def sweep(
 def campaign(
     seed: int, count: int, seconds: float, ops: Iterable[str] = OPS
 ) -> tuple[Counter[str], list[str]]:
-    """Cases on 1 to 4 ranks, fused and not, and those of fp8 on two nodes of two ranks, where nodes_cases.py
+    """Cases on 1 to 4 ranks, fused and not, and those of fp8 on two and four nodes, where nodes_cases.py
     has the others. GPUs: on as many as there are.
     """
     made: Counter[str] = Counter()
@@ -401,14 +401,14 @@ def campaign(
     shares = [(1, "auto", 0.1), (2, "auto", 0.25), (3, "auto", 0.2), (4, "auto", 0.25), (3, "off", 0.1)]
     shares = [
         each
-        for each in (*shares, (4, "nodes", 0.1))
+        for each in (*shares, (4, "2 nodes", 0.06), (4, "4 nodes", 0.04))
         if DEVICE == "cpu" or each[0] <= torch.cuda.device_count()
     ]
     whole = sum(share for *_, share in shares)
     for part, (p, how, share) in enumerate(shares):
         # FLUX_TUNING: the kernels are to run, also where other ways are faster.
         env = {"FLUX_FUSED": "off" if how == "off" else "auto", "OMP_NUM_THREADS": "1", "FLUX_TUNING": "off"}
-        chosen = [op for op in ops if how != "nodes" or op in {each.__name__ for each in OF_FP8}]
+        chosen = [op for op in ops if "nodes" not in how or op in {each.__name__ for each in OF_FP8}]
         cases, begin = max(len(chosen), round(share / whole * count)), time.monotonic()
         results = spawn(
             sweep,
@@ -420,7 +420,7 @@ def campaign(
             DEVICE == "cpu" and how == "auto",
             env=env,
             timeout_s=seconds + 300,
-            ranks_per_node=2 if how == "nodes" else None,
+            ranks_per_node=p // int(how[0]) if "nodes" in how else None,
         )
         made.update(results[0][0])
         found = [line for _, lines in results for line in lines]

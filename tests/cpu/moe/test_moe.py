@@ -4,7 +4,6 @@ skew and uneven tokens. One set of processes per world size runs all cases; each
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from dataclasses import replace
@@ -14,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Calls, compare
-from effort import some
 
 import flux
-from flux.comm.cpu import CpuWorkspace
 from flux.testing import spawn
-from flux.testing.moe_data import MoeCase, random_case
+from flux.testing.moe_data import MoeCase
 
 CASES = {
     1: [MoeCase((150,), 24, 40, 4, 2), MoeCase((1,), 2, 2, 1, 1, dtype=torch.float32)],
@@ -39,7 +36,6 @@ CASES = {
         MoeCase((0, 0, 0, 5), 24, 8, 4, 1, ep_size=4, dropped=1.0),
     ],
 }
-RANDOM = {1: some(6), 2: some(24), 4: some(30)}
 
 
 def run(case: MoeCase, rank: int, group: Any = None) -> str:
@@ -57,29 +53,8 @@ def run(case: MoeCase, rank: int, group: Any = None) -> str:
     return next((f"{what}: {compare(a, b)}" for what, a, b in results if compare(a, b)), "")
 
 
-def late_signals(rank: int) -> Any:
-    """Delays ranks and signals at random; returns what ends it."""
-    signal, delays = CpuWorkspace.signal, random.Random(rank)
-
-    def late(self: CpuWorkspace, *args: Any) -> None:
-        if delays.random() < 0.1:
-            time.sleep(delays.random() * 0.003)
-        signal(self, *args)
-
-    CpuWorkspace.signal = late  # type: ignore[method-assign]
-
-    def end() -> None:
-        CpuWorkspace.signal = signal  # type: ignore[method-assign]
-
-    return end
-
-
 def everything(rank: int, world_size: int) -> dict[str, str]:
     answers = {f"case {i}": run(case, rank) for i, case in enumerate(CASES[world_size])}
-    end = late_signals(rank)
-    for number in range(RANDOM[world_size]):
-        answers[f"random {number}"] = run(random_case(number, world_size), rank)
-    end()
     if world_size > 1:
         workspace = flux.explain("gemm_rs", world_size, 8, 8)
         answers["protocol"] = "" if workspace.by_flux else workspace.reason
@@ -88,11 +63,7 @@ def everything(rank: int, world_size: int) -> dict[str, str]:
 
 _answers: dict[int, list[dict[str, str]]] = {}
 NAMES = [
-    (p, name)
-    for p in CASES
-    for name in [f"case {i}" for i in range(len(CASES[p]))]
-    + [f"random {i}" for i in range(RANDOM[p])]
-    + ["protocol"] * (p > 1)
+    (p, name) for p in CASES for name in [f"case {i}" for i in range(len(CASES[p]))] + ["protocol"] * (p > 1)
 ]
 
 

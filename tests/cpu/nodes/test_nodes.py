@@ -9,13 +9,10 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import nodes_cases
 import pytest
-import test_fp8_moe
-import test_fp8_ranks
 import torch
 import torch.distributed as dist
 from dense_calls import COLLECTIVES
@@ -310,27 +307,6 @@ def test_rates_of_links_must_be_the_same(tmp_path: Any) -> None:
         )
 
 
-def fp8_operands(rank: int, world_size: int, ranks: int) -> None:
-    test_fp8_ranks.exact(rank, world_size)
-
-
-def fp8_experts(rank: int, world_size: int, ranks: int) -> list[str]:
-    """What is wrong with the layers of every kind of scales, experts cut in every way."""
-    wrong = []
-    for case in test_fp8_moe.layouts(world_size)[::4]:
-        case = replace(case, moe=replace(case.moe, ranks_per_node=ranks))
-        routing = case.route(rank)
-        (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
-        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
-        rows, count = flux.moe.ag_scatter_gemm(x, w, routing, **how), int(routing.offsets[-1])
-        (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(rows)), case.w2(rank)
-        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
-        out = flux.moe.gemm_gather_rs(x, w, routing, **how)
-        if not (torch.equal(rows[:count], case.layer0(rank)) and torch.equal(out, case.layer1(rank))):
-            wrong.append(str(case))
-    return wrong
-
-
 def fp8_refused(rank: int, world_size: int, ranks: int) -> list[str]:
     """What operators say to fp8 without scales, and that nothing has crossed by then."""
     group = dist.group.WORLD
@@ -345,12 +321,6 @@ def fp8_refused(rank: int, world_size: int, ranks: int) -> list[str]:
     gathered = flux.all_gather(x).float()  # moves bytes of any type
     assert torch.equal(gathered[::world_size, 0], torch.arange(1.0, world_size + 1))
     return messages
-
-
-@pytest.mark.parametrize("layout", ["2x2", "4x1"])
-def test_fp8_operands(layout: str) -> None:
-    assert not any(all_ranks(layout, "fp8 operands"))
-    assert not any(all_ranks(layout, "fp8 experts"))
 
 
 def test_fp8_without_scales_is_refused_before_anything_crosses() -> None:
@@ -409,16 +379,12 @@ SCENARIOS: dict[str, Callable[[int, int, int], Any]] = {
     "gradients": gradients,
     "gradients of experts": nodes_cases.gradients_of_experts,
     "bytes": count_bytes,
-    "fp8 operands": fp8_operands,
-    "fp8 experts": fp8_experts,
     "fp8 refused": fp8_refused,
     "batch invariance": batch_invariant,
 }
 ONLY_ON = {
     "gradients": [*LAYOUTS, "1x4"],
     "gradients of experts": [*LAYOUTS, "1x4"],
-    "fp8 operands": ["2x2", "4x1"],
-    "fp8 experts": ["2x2", "4x1"],
     "fp8 refused": ["2x2"],
     "batch invariance": ["2x2", "4x1"],
 }

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flux
 from flux._sharded import local
-from flux.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_linear, row_linear
+from flux.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_linear
 from flux.testing import spawn
 
 BF16 = torch.bfloat16
@@ -151,19 +151,6 @@ def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def test_layers_train_under_autocast() -> None:
     assert spawn(layers, 2, backend="gloo", timeout_s=240) == [[], []]
-
-
-def functions(rank: int, p: int) -> list[torch.dtype]:
-    x, weight = integers(2 * p, 8), integers(6, 8)
-    with torch.autocast("cpu", BF16):
-        return [
-            column_linear(x.to(BF16), [weight, weight])[1].dtype,
-            row_linear(x, weight, integers(6)).dtype,
-        ]
-
-
-def test_functions_of_layers_are_cast() -> None:
-    assert spawn(functions, 2, backend="gloo") == [[BF16, BF16]] * 2
 
 
 def test_vmap_is_a_loop() -> None:

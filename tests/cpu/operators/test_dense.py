@@ -37,6 +37,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Rows, of a rank or of a sum, n and k: around tiles, which have 128 rows and up to 256 columns; fewer rows or
 # vectors of 8 columns than ranks, or a vector that is cut.
 SHAPES = {
+    "gemm": [(1, 1, 2), (3, 5, 7), (64, 48, 33), (129, 257, 100)],
     "gemm_rs": [(1, 1, 2), (7, 8, 16), (127, 64, 33), (128, 256, 40), (129, 257, 65), (300, 520, 24)],
     "ag_gemm": [(1, 1, 2), (127, 64, 33), (128, 256, 40), (129, 257, 65), (300, 520, 24)],
     "gemm_ar": [(1, 1, 2), (1, 8, 8), (3, 20, 33), (16, 264, 24), (130, 257, 65), (64, 1000, 16)],
@@ -56,7 +57,8 @@ CASES = {
 
 def run_case(name: str, rank: int, p: int) -> None:
     op, rows, sizes, dtype, transposed, bias, number = CASES[name]
-    kind, m = AgGemmCase if op == "ag_gemm" else GemmRsCase, rows if op == "gemm_ar" else rows * p
+    kind, m = AgGemmCase if op == "ag_gemm" else GemmRsCase, rows if op in ("gemm", "gemm_ar") else rows * p
+    rank, p = (0, 1) if op == "gemm" else (rank, p)
     case = kind(m, *sizes, p, dtype, transposed, bias, seed=number)
     for what, result, expected in FORMS[op](case, rank):
         assert not compare(result, expected), f"{what}: {compare(result, expected)}"
@@ -80,12 +82,14 @@ def is_near(result: Tensor, exact: Tensor, atol: float, rtol: float) -> bool:
 def random_data(rank: int, p: int) -> None:
     for dtype in [*DTYPES, torch.float64]:
         x, weight = draw(rank, dtype, (160 * p, 200), (300, 200))
-        for op, terms in (("gemm_rs", p), ("ag_gemm", 1)):
+        for op, terms in (("gemm", 1), ("gemm_rs", p), ("ag_gemm", 1)):
             call = getattr(flux, op)
             result = call(x, weight)
             exact = getattr(references, op)(x.double(), weight.double())
             assert torch.equal(result, call(x, weight)), f"{dtype}: not bitwise repeatable"
             assert is_near(result, exact, *tolerance(200, dtype, terms)), dtype
+            short = call(x[:, 1:], weight[:, 1:])
+            assert not is_near(short, exact, *tolerance(200, dtype, terms)), "a wrong K would pass"
 
 
 @contextmanager
@@ -206,7 +210,7 @@ def other_gathers(rank: int, p: int) -> None:
 
 def results_are_fresh_tensors(rank: int, p: int) -> None:
     x = torch.eye(4)
-    for tensor in (*flux.ag_gemm(x, x, return_gathered=True), flux.all_gather(x)):
+    for tensor in (*flux.ag_gemm(x, x, return_gathered=True), flux.all_gather(x), flux.gemm(x, x)):
         tensor.fill_(9)
     all_equal((x, torch.eye(4)))
 
@@ -323,6 +327,8 @@ def torch_sees(rank: int, p: int) -> None:
     rows, whole, gathered = torch.empty(4, 6), torch.empty(4 * p, 6), torch.empty(4 * p * p, 6)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         # Those that have gradients are in test_autograd.py.
+        (ops.gemm, (x, weight.t().contiguous(), bias, True)),
+        (ops.gemm_out, (x, weight, bias, False, whole)),
         (ops.gemm_rs_out, (x, weight, None, False, name, rows)),
         (ops.ag_gemm_out, (x, [weight], [bias], False, False, name, [gathered])),
         (ops.ag_gemm_out, (x, [weight], [], False, True, name, [gathered, torch.empty(4 * p * p, 8)])),
@@ -342,10 +348,10 @@ def torch_sees(rank: int, p: int) -> None:
     (first, second), everybody = flux.ag_gemm(a, [w, w[:1]], return_gathered=True)
     meta = [flux.gemm_rs(a, w), first, second, everybody, flux.all_gather(a[0, 0]), flux.gemm_ar(a, w)]
     meta += [*flux.gemm_ar(a, w, norm_weight=b), flux.all_reduce(a), *flux.all_reduce(a, norm_weight=w[0])]
-    meta.append(flux.reduce_scatter(a))
+    meta += [flux.reduce_scatter(a), flux.gemm(a, w)]
     m = 2 * p
     shapes = [(2, 3, 6), (m * p, 3, 6), (m * p, 3, 1), (m * p, 3, 8), (8 * p,), *[(m, 3, 6)] * 3]
-    assert [tuple(t.shape) for t in meta] == [*shapes, *[(m, 3, 8)] * 3, (2, 3, 8)]
+    assert [tuple(t.shape) for t in meta] == [*shapes, *[(m, 3, 8)] * 3, (2, 3, 8), (m, 3, 6)]
 
     def layer(x: Tensor, residual: Tensor) -> list[Tensor]:
         (a, b), gathered = flux.ag_gemm(
@@ -356,7 +362,12 @@ def torch_sees(rank: int, p: int) -> None:
         y, residual = flux.gemm_ar(x * 2, weight, bias, residual=residual, norm_weight=bias)
         z, residual = flux.all_reduce(y, residual=residual, norm_weight=bias)
         scattered = torch.relu(flux.gemm_rs(x * 2, weight, bias)) + flux.reduce_scatter(y)
-        sums = torch.relu(z) + flux.gemm_ar(x, weight).sum() + flux.ag_gemm(x, weight).sum()
+        sums = (
+            torch.relu(z)
+            + flux.gemm(x, weight)
+            + flux.gemm_ar(x, weight).sum()
+            + flux.ag_gemm(x, weight).sum()
+        )
         return [
             torch.relu(a) + out,
             b,
