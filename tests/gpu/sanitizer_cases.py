@@ -4,15 +4,19 @@ results are.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import test_gpu_add_norm as norms
+import test_gpu_expert_rows as steps
+import test_gpu_grouped_wgrad as gradients
+import test_gpu_moe_layers as layers
 import torch
 from emulated import Problem, problem
 from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 
 import flux
 from flux._native import core
-from flux.moe import rows as steps
-from flux.ops import grouped_wgrad
-from flux.ops.add_norm import _fits, add_norm_
 from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.ops.norm_and_quant import End
 from flux.testing import GemmRsCase, ScaledCase
@@ -78,13 +82,9 @@ def main() -> None:
 
 
 def sum_and_norm() -> None:
-    """A residual added, and the norm: more rows than CTAs, and rows that shared memory has no room for."""
+    """More rows than CTAs, and rows that shared memory has no room for."""
     for rows, columns in ((300, 136), (3, 32768)):
-        total, weight = (torch.ones(size, device="cuda").bfloat16() for size in ((rows, columns), columns))
-        residual = 3 * total
-        assert _fits(total, residual, weight)
-        norm = add_norm_(total, residual, weight, 0.0)
-        assert bool((total == 4).all() and (norm == 1).all()), (rows, columns)
+        norms.test_the_sum_is_exact_and_the_norm_rounded_once(rows, columns, torch.bfloat16)
 
 
 def mixture() -> None:
@@ -92,62 +92,22 @@ def mixture() -> None:
     ranks = EmulatedMoeRanks(2, timeout_s=60.0)
     for ep_size in (1, 2):
         case = MoeCase((40, 35), 136, 72, 4, 3, ep_size, torch.bfloat16, "skewed", 0.1)
-        layouts = ranks.route(case)
-        xs, w1s, w2s = ([make(rank).cuda() for rank in range(2)] for make in (case.x, case.w1, case.w2))
-        if ep_size == 2:
-            w1s, w2s = ([w.mT.contiguous().mT for w in ws] for ws in (w1s, w2s))
-        results = ranks.ag_scatter_gemm(xs, w1s, config=9)
-        ranks.check()
-        for rank, result in enumerate(results):
-            expected = case.layer0(rank)
-            assert torch.equal(result[: len(expected)].cpu(), expected), (rank, case)
-        hidden = [case.hidden_rows(rank, layouts[rank].max_rows).cuda() for rank in range(2)]
-        results = ranks.gemm_gather_rs(hidden, w2s, config=9, communication_ctas=2)
-        ranks.check()
-        for rank, result in enumerate(results):
-            assert torch.equal(result.cpu(), case.layer1(rank)), (rank, case)
+        layers.check(ranks, case, config=9, per_chunk=ep_size, ctas=2)
 
 
 def steps_between() -> None:
-    """The steps between the GEMMs of expert layers; what rows from the end on hold is not specified."""
-    end, n = 37, 264
-    offsets = torch.tensor([0, 5, end], dtype=torch.int32, device="cuda")
-    scores = torch.arange(40.0, device="cuda") % 3
-    x = (torch.arange(40 * n, device="cuda").view(40, n) % 5 - 2).bfloat16()
-    tokens = torch.arange(40, device="cuda").flip(0).int()
-    with torch.no_grad():
-        gathered = steps.gather_rows(x, tokens, offsets, scores)
-        finished, dots = steps.finish_rows(x.clone(), offsets, scores, x)
-    assert torch.equal(gathered[:end], (x.flip(0).float() * scores[:, None]).bfloat16()[:end])
-    assert torch.equal(finished[:end], (x.float() * scores[:, None]).bfloat16()[:end])
-    assert dots is not None and torch.equal(dots[:end], x.float().square().sum(-1)[:end])
+    """The steps between the GEMMs of expert layers."""
+    of: dict[str, Any] = {"end": 37, "more": 3, "n": 264, "dtype": torch.bfloat16}
+    steps.test_gathered_rows(**of, scaled=True)
+    steps.test_finished_rows(**of, scaled=True, dotted=True)
     for activation in ACTIVATIONS:
-        product = torch.cat([x, x.flip(1)], -1) if activation == "swiglu" else x
-        given = (product, offsets, activation)
-        for with_kernels in (True, False):
-            with torch.set_grad_enabled(not with_kernels):
-                result = steps.activation_grad(x, *given)
-                whole = steps.finish_activation(x.clone(), product, offsets, scores, activation)
-            if with_kernels:
-                found = (result, steps.activate_rows(*given), *whole)
-        expected = (result, whole[1], *whole)
-        for ours, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours[:end], right[:end], rtol=0.02, atol=0.02)
+        steps.test_activations(**of, activation=activation)
 
 
 def expert_gradients() -> None:
-    """Stored and added, of experts with rows that end within a k-block, and without rows."""
-    offsets = torch.tensor([0, 5, 5, 133, 150], dtype=torch.int32, device="cuda")
-    grad, x = ((torch.arange(160 * n, device="cuda").view(160, n) % 5 - 2).bfloat16() for n in (136, 264))
-    grad[150:] = x[150:] = float("nan")
-    bounds = offsets.tolist()
-    pairs = zip(bounds, bounds[1:], strict=False)
-    expected = torch.stack([grad[a:b].float().t() @ x[a:b].float() for a, b in pairs])
-    for config in (0, 1):
-        stored, added = torch.empty_like(expected, dtype=grad.dtype), torch.ones_like(expected)
-        for out in (stored, added):
-            grouped_wgrad.launch(grad, x, offsets, out, config, 4)
-        assert torch.equal(stored, expected.bfloat16()) and torch.equal(added, 1 + expected), config
+    """Stored and added, of experts with rows that end within a k-block."""
+    for choice, adds in itertools.product((0, 1), (False, True)):
+        gradients.test_rows_of_others_may_be_infinite(choice, adds)
 
 
 def scaled() -> None:
