@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense_calls import COLLECTIVES, Call, mixed, wrong
 from refusals import said
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,8 @@ from flux.comm import registry
 from flux.comm.group import resolve_group
 from flux.plan.choose import PlanInput, can_run_fused
 from flux.testing import AgGemmCase, GemmRsCase, spawn
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def test_without_torch_distributed() -> None:
@@ -65,27 +68,13 @@ def two_groups(rank: int, world_size: int) -> str:
     delays = random.Random(rank)
     for number in range(25):
         # Different shapes in the two groups, at different speeds: they must not notice each other.
-        mine, place, colour = (
-            (groups[rank // 2], rank % 2, rank // 2)
-            if number % 3
-            else (strided[rank % 2], rank // 2, rank % 2)
-        )
-        shapes = random.Random(100 * number + colour)
-        gathers = shapes.random() < 0.5
-        case = (AgGemmCase if gathers else GemmRsCase)(
-            2 * shapes.randint(1, 300), shapes.randint(1, 600), 12, 2, seed=10 * number + colour
-        )
-        x, weight, _ = case.inputs(place)
+        mine, colour = (groups[rank // 2], rank // 2) if number % 3 else (strided[rank % 2], rank % 2)
         if delays.random() < 0.3:
             time.sleep(delays.random() * 0.03)
-        result = (flux.ag_gemm if gathers else flux.gemm_rs)(x, weight, group=mine)
-        if not torch.equal(result, case.expected(place)):
-            return f"call {number} of group {colour} is wrong"
-        if number % 10 == 9:
-            world = GemmRsCase(4 * 40, 64, 12, 4, seed=number)
-            x, weight, _ = world.inputs(rank)
-            if not torch.equal(flux.gemm_rs(x, weight), world.expected(rank)):
-                return f"call {number} of all ranks is wrong"
+        for group, seed in [(mine, 2 * number + colour)] + [(None, number)] * (number % 10 == 9):
+            dice = random.Random(seed)
+            if told := wrong(Call(dice, seed, group, mixed, DTYPES).make(dice.choice(COLLECTIVES))):
+                return f"call {number} of group {colour if group else 'all'}: {told}"
     return ""
 
 

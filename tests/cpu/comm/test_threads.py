@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import scenario_test
 
 import flux
 from flux._native import core
 from flux.comm import registry
-from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing import AgGemmCase, GemmRsCase
 
 THREADS = 8
 
@@ -58,40 +59,32 @@ def exact(rank: int, p: int, seed: int, group: Any = None, m: int = 40) -> bool:
     return torch.equal(total[:: 64 * p], summed.expected_sum()[:: 64 * p])
 
 
-def one_group(rank: int, p: int) -> list[bool]:
+def one_group(rank: int, p: int) -> None:
     # The order of calls must be the same on all ranks: here any order is, as all threads make the same one.
-    results = []
     for seed in range(6):
-        results += in_threads(lambda number, seed=seed: exact(rank, p, seed))
-    return results
+        assert all(in_threads(lambda number, seed=seed: exact(rank, p, seed)))
 
 
-def test_eight_threads_on_one_group() -> None:
-    for results in spawn(one_group, 2, backend="gloo"):
-        assert results == [True] * 6 * THREADS
-
-
-def by_arrival(rank: int, p: int) -> list[bool]:
+def by_arrival(rank: int, p: int) -> None:
+    """Calls are made in the order in which threads arrive. Rank 0's first one waits for rank 1, and the other
+    seven threads for that one.
+    """
     order = [5, 2, 7, 0, 3, 6, 1, 4]
     dist.barrier()
     if rank == 1:
         time.sleep(1.5)
-        return [exact(rank, p, 3 * seed, m=40 + seed) for seed in order]
+        assert all([exact(rank, p, 3 * seed, m=40 + seed) for seed in order])
+        return
 
     def arrive(number: int) -> bool:
         time.sleep(0.1 * order.index(number))
         return exact(rank, p, 3 * number, m=40 + number)
 
-    return in_threads(arrive)
+    assert all(in_threads(arrive))
 
 
-def test_calls_are_made_in_the_order_in_which_threads_arrive() -> None:
-    # Rank 0's first call waits for rank 1, and the other seven threads for that one.
-    for results in spawn(by_arrival, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "30"}):
-        assert results == [True] * THREADS
-
-
-def many_groups(rank: int, p: int) -> tuple[list[bool], list[float]]:
+def many_groups(rank: int, p: int) -> None:
+    """Threads on different groups do not wait for each other."""
     groups = [dist.new_group(list(range(p))) for _ in range(THREADS)]
     start = time.monotonic()
 
@@ -101,18 +94,15 @@ def many_groups(rank: int, p: int) -> tuple[list[bool], list[float]]:
         right = all(exact(rank, p, 3 * seed + number % 2, groups[number]) for seed in range(5))
         return right, time.monotonic() - start
 
-    results = in_threads(work)
-    return [right for right, _ in results], [seconds for _, seconds in results]
+    rights, seconds = zip(*in_threads(work), strict=True)
+    assert all(rights)
+    assert seconds[0] > 3.0, "this group's peer came late"
+    assert min(seconds[1:]) < 3.0, "the others did not wait for it"
 
 
-def test_threads_on_different_groups_do_not_wait_for_each_other() -> None:
-    for rights, seconds in spawn(many_groups, 2, backend="gloo"):
-        assert rights == [True] * THREADS
-        assert seconds[0] > 3.0, "this group's peer came late"
-        assert min(seconds[1:]) < 3.0, "the others did not wait for it"
+def bad_thread(rank: int, p: int) -> None:
+    """Bad calls of one thread do not disturb the others."""
 
-
-def bad_thread(rank: int, p: int) -> list[bool]:
     def work(number: int) -> bool:
         if number == 3:
             for _ in range(20):
@@ -121,12 +111,21 @@ def bad_thread(rank: int, p: int) -> list[bool]:
             return True
         return all(exact(rank, p, 0) for _ in range(3))
 
-    return in_threads(work)
+    assert all(in_threads(work))
 
 
-def test_bad_calls_of_one_thread_do_not_disturb_the_others() -> None:
-    for results in spawn(bad_thread, 2, backend="gloo"):
-        assert results == [True] * THREADS
+def turns_of_groups(rank: int, p: int) -> None:
+    """Destroyed groups take their turns along."""
+    assert exact(rank, p, 0)
+    before = len(registry._turns)
+    for _ in range(2):
+        group = dist.new_group(list(range(p)))
+        assert exact(rank, p, 0, group)
+        assert len(registry._turns) == before + 1
+        dist.destroy_process_group(group)
+
+
+test_threads = scenario_test([2], turns_of_groups, one_group, by_arrival, many_groups, bad_thread)
 
 
 class Refusal(ValueError):
@@ -201,19 +200,3 @@ def test_a_thread_that_waits_for_its_turn_can_be_interrupted() -> None:
         leave.set()
         holder.join()
     assert turn.call(lambda: 7) == 7, "its place in the queue is free again"
-
-
-def test_destroyed_groups_take_their_turns_along() -> None:
-    assert spawn(turns_of_groups, 2, backend="gloo") == [[1, 2, 2]] * 2
-
-
-def turns_of_groups(rank: int, p: int) -> list[int]:
-    counts = []
-    assert exact(rank, p, 0)
-    counts.append(len(registry._turns))
-    for _ in range(2):
-        group = dist.new_group(list(range(p)))
-        assert exact(rank, p, 0, group)
-        counts.append(len(registry._turns))
-        dist.destroy_process_group(group)
-    return counts

@@ -272,7 +272,7 @@ def gpu_workspace(monkeypatch: pytest.MonkeyPatch, p: int = 4) -> Any:
 
 
 def test_plans_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_reduce_scatter import plan
+    from test_gemm_ar_plan import SCATTER, plan
 
     workspace = gpu_workspace(monkeypatch)
     for rows, n, words in (
@@ -280,21 +280,21 @@ def test_plans_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 60, "60 elements are no whole number"),
         (1, 1 << 27, "more than an exchange holds"),
     ):
-        made = int8_sum.planned(plan(), workspace, rows, n)
+        made = int8_sum.planned(plan(**SCATTER), workspace, rows, n)
         assert not made.by_flux and words in made.reason and "int8" in made.reason
         assert made.slot_bytes == made.exchange_bytes == 0
     monkeypatch.setattr(workspace, "why_not", "no links", raising=False)
-    assert "no links" in int8_sum.planned(plan(), workspace, 4, 128).reason
-    assert not int8_sum.planned(plan(), object(), 4, 128).by_flux  # type: ignore[arg-type]
+    assert "no links" in int8_sum.planned(plan(**SCATTER), workspace, 4, 128).reason
+    assert not int8_sum.planned(plan(**SCATTER), object(), 4, 128).by_flux  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_kernel_has_room(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_reduce_scatter import plan
+    from test_gemm_ar_plan import SCATTER, plan
 
     workspace = gpu_workspace(monkeypatch, p)
     for rows, n in ((1, 8), (3, 136), (4096, 8192), (65536, 7168), (7, 12345 * 8)):
-        made, most = int8_sum.planned(plan(), workspace, rows, n), int8_sum.rows_at_once(n, p)
+        made, most = int8_sum.planned(plan(**SCATTER), workspace, rows, n), int8_sum.rows_at_once(n, p)
         assert made.by_flux and made.exchange_bytes <= MAX_EXCHANGE_BYTES
         area = core.int8_scatter_bytes(min(rows, most), n, p)
         assert area <= made.exchange_bytes < area + 4096
@@ -309,7 +309,7 @@ def test_the_kernel_has_room(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_reduce_scatter import plan
+    from test_gemm_ar_plan import SCATTER, plan
 
     workspace = gpu_workspace(monkeypatch, 2)
     told: list[tuple[Any, ...]] = []
@@ -321,7 +321,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(int8_sum, "_kernel", kernel)
     monkeypatch.setattr(int8_sum, "rows_at_once", lambda n, p: 2)
-    made = int8_sum.planned(plan(), workspace, 5, 16)
+    made = int8_sum.planned(plan(**SCATTER), workspace, 5, 16)
     x = torch.arange(2.0 * 5 * 16).view(2, 5, 16)
     out = torch.zeros(5, 16)
     int8_sum.sum_into(out, x, workspace, made)

@@ -1,4 +1,4 @@
-"""Plans of gemm_ar and all_reduce, and what their kernels are given."""
+"""Plans of gemm_ar, all_reduce and reduce_scatter, and what their kernels are given."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput
 from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 
+SCATTER: dict[str, Any] = {"op": "reduce_scatter", "m": 64, "n": 1024, "k": 0}
 FP8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scaling": Scaling("row", torch.bfloat16, fast=False)}
 
 
@@ -103,6 +104,17 @@ def plan(op: str = "gemm_ar", by_kernel: bool = False, **change: Any) -> Plan:
         ({"op": "all_reduce", "dtype": torch.float32}, False, -1, "not float32"),
         ({"op": "all_reduce", "n": 0}, False, -1, "empty"),
         ({"op": "all_reduce", "world_size": 1}, False, -1, "one rank"),
+        ({**SCATTER}, True, 2, "supported by the kernel"),
+        ({**SCATTER, "m": 4, "n": 8}, True, 2, "supported by the kernel"),
+        ({**SCATTER, "m": 8, "n": 4}, True, 2, "supported by the kernel"),
+        ({**SCATTER, "m": 4, "n": 12}, False, -1, "12 elements are no whole number"),
+        ({**SCATTER, "m": 4, "n": 12, "device_type": "cpu"}, True, 2, "share memory"),
+        ({**SCATTER, "m": 32768}, True, 2, "supported by the kernel"),
+        ({**SCATTER, "m": 32772}, False, -1, "more than an exchange holds"),
+        ({**SCATTER, "dtype": torch.float32}, False, -1, "not float32"),
+        ({**SCATTER, "m": 0}, False, -1, "empty"),
+        ({**SCATTER, "world_size": 1}, False, -1, "one rank"),
+        ({**SCATTER, "why_not": "no links"}, False, -1, "no links"),
     ],
 )
 def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: int, words: str) -> None:
@@ -112,7 +124,8 @@ def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: in
     if mode < 0:
         assert made.signal_bytes == made.slot_bytes == made.exchange_bytes == 0
         return
-    assert made.transport.endswith(["one-shot", "two-shot"][mode])
+    assert made.transport.endswith(["one-shot", "two-shot", ""][mode])
+    assert mode != 2 or made.m == made.world_size
     # A sum in a launch of its own may deal out rows, to all ranks alike.
     alone = change.get("op") == "all_reduce_norm"
     rows = round_up(made.m, made.world_size) if alone and mode == 1 else made.m
@@ -153,8 +166,9 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
         # As many rows as an exchange takes, and what just goes one-shot, are the extremes.
         sizes += [(min(max_m, MAX_EXCHANGE_BYTES // 2 // n), n) for n in range(1, max_n + 1, 8)]
         for m, n in sizes:
-            for op in ("gemm_ar", "gemm_ar_norm", "all_reduce", "all_reduce_norm"):
-                made = plan(op, m=m, n=n, device_type=device_type, world_size=world_size)
+            for op in ("gemm_ar", "gemm_ar_norm", "all_reduce", "all_reduce_norm", "reduce_scatter"):
+                rows = m - m % world_size if op == "reduce_scatter" else m
+                made = plan(op, m=rows, n=n, device_type=device_type, world_size=world_size)
                 for name in ("signal_bytes", "slot_bytes", "exchange_bytes"):
                     # Composed plans say nothing of their parts.
                     assert getattr(made, name) <= room[name], (op, m, n, name)
@@ -210,6 +224,12 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[4][:5] == (x, total, 77, 114, 0) and torch.equal(told[4][5], shifted)
     assert told[5][:3] == (x, summed.normalised, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
     assert told[4][5].data_ptr() % 16 == 0 and told[5][6].data_ptr() % 16 == 0
+    scatters, rows = plan(**SCATTER), torch.zeros(1, 8).bfloat16()
+    exchange.kernel(workspace, scatters, exchange.Call(x, out=rows))
+    assert told[6] == (x, rows, 77, 114, 2, None, None, 0.0, None)
+    monkeypatch.setattr(exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))
+    exchange.kernel(workspace, scatters, exchange.Call(x, out=shifted[:1, :8]))
+    assert (shifted[0, :8] == 5).all()
 
 
 def test_what_the_kernels_are_given_of_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
