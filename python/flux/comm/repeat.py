@@ -267,7 +267,7 @@ def remember(
     kernels = kernels or list(zip(operands, copy_call, itertools.repeat(None), strict=False))
     if recipe.within is not None:
         recipe.within.add(recipe, launch, kernels)
-    elif not calls.knows(*recipe.given):
+    elif _launch_table() is not None and not calls.knows(*recipe.given):
         handles = iter(keep(launch))
         launches = [(0 if kernel[2] else next(handles), *kernel) for kernel in kernels]
         assert next(handles, None) is None

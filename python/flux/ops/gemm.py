@@ -190,6 +190,8 @@ def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: 
     require(plan)
     if not plan.by_flux:
         unfused(call)
+        if recipe is not None and scales is None:
+            _remember_torchs(recipe, transpose_weight)
         return
     target = writable(out)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
@@ -205,6 +207,20 @@ def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: 
         repeat.remember(repeat.without_group(), recipe, enqueue, [used])
     if target is not out:
         out.copy_(target)
+
+
+def _remember_torchs(recipe: repeat.Recipe, transpose_weight: bool) -> None:
+    """Makes a product of torch known: C++ then calls torch with the tensors of the call."""
+
+    def again(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        if x.dim() != 2:
+            x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        unfused(Call(x, weight, bias, transpose_weight, out, None))
+
+    names = ("bias",) if isinstance(recipe.given[recipe.number("bias")], Tensor) else ()
+    operands = [*recipe.numbers("x", "weight"), recipe.returns(recipe.out, "out"), *recipe.numbers(*names)]
+    step = [(operands, 0, again)]
+    repeat.remember(repeat.without_group(), recipe, lambda: None, (), kernels=step)
 
 
 def serving(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from repeated import CALLS, WITH_OUT, Machine, arguments, flat, roles, tensor, t
 
 import flux
 from flux.comm.cuda import CudaWorkspace
+from flux.measured import files
 from flux.measured.times import Tuning
+from flux.ops import gemm as plain
 from flux.ops import norm_and_quant
 from flux.ops.norm_and_quant import End
-from flux.plan.choose import workspace_plan
+from flux.plan.choose import plan_without_workspace, workspace_plan
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -192,6 +195,47 @@ def test_torch_does_its_part_of_a_known_composed_call(
             assert found.shape == wanted.shape and found.dtype == wanted.dtype
             assert torch.equal(found.float(), wanted.float())
     assert len(machine.dispatched) == 2 and len(workspace.known) == 1, "Python has launched once"
+
+
+@pytest.mark.parametrize(
+    ("op", "kernels"),
+    [
+        ("gemm", []),
+        ("gemm rows", []),
+        ("gemm bias", []),
+        ("gemm_rs", ["flux::_all_reduce"]),
+        ("ag_gemm", ["flux::_all_gather"]),
+        ("gemm_ar", ["flux::_all_reduce"]),
+        ("gemm_ar bias", ["flux::_all_reduce"]),
+    ],
+)
+@pytest.mark.parametrize("with_out", [False, True])
+def test_a_product_of_torch_is_a_step_of_a_known_call(
+    op: str, kernels: list[str], with_out: bool, machine: Machine, in_parts: None, monkeypatch: Any
+) -> None:
+    """A measurement may say that torch's product is sooner: the call is repeated none the less."""
+    monkeypatch.setattr(files, "local", lambda device: Tuning(forced="torch"))
+    plan_without_workspace.cache_clear()
+    products = mock.Mock(side_effect=plain.unfused)
+    monkeypatch.setattr(plain, "unfused", products)
+    for number in range(3):
+        x = torch.full((2, 4, 64) if op == "gemm rows" else (8, 64), 1.0 + number).bfloat16()
+        weight = (torch.arange(16 * 64).view(16, 64) % 3 - 1).bfloat16()
+        given: dict[str, Any] = {"bias": torch.full((16,), 2.0).bfloat16()} if "bias" in op else {}
+        wanted = x @ weight.t() + given.get("bias", 0)
+        if with_out:
+            rows = {"gemm_rs": 4, "ag_gemm": 16}.get(op, 8)
+            given["out"] = torch.empty_like(wanted) if x.dim() == 3 else tensor(rows, 16)
+        machine.repeated.clear()
+        result = getattr(flux, op.split()[0])(x, weight, **given)
+        assert result is given.get("out", result) and products.call_count == number + 1
+        if number:
+            assert [name for name, *_ in machine.repeated] == kernels
+        if not kernels:
+            assert torch.equal(result, wanted)
+        elif op != "ag_gemm":
+            assert torch.equal(products.call_args.args[0].out, wanted)
+    assert len(machine.dispatched) == len(kernels), "Python has launched once"
 
 
 def test_torch_adds_the_bias_of_a_known_scatter_in_parts(machine: Machine, in_parts: None) -> None:
