@@ -15,7 +15,7 @@ from flux import _deprecated
 from flux.calls import argument_types, checks
 from flux.comm.group import process_group
 from flux.fp8 import scales as fp8_
-from flux.fp8.scales import OLD_WORDS
+from flux.fp8.scales import OLD_WORDS, Accumulate
 from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
@@ -164,12 +164,13 @@ def gathered_products(
     biases: Sequence[Tensor | None],
     name: str | None,
     keep: bool,
-    **how: Any,
+    out_dtype: torch.dtype,
+    accumulate: Accumulate = "promoted",
 ) -> tuple[list[Tensor], Quantised]:
     """The product of rows and each weight, and the rows; with `keep` the gathered ones. name: of the group
-    that gathers rows, or None. how: as of the operators.
+    that gathers rows, or None.
     """
-    how |= {"scale_x": rows.scale}
+    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate, "scale_x": rows.scale}
     if name is None:
         pairs = zip_longest(weights, biases)
         return [gemm(rows.q, w.q, bias, scale_w=w.scale, **how) for w, bias in pairs], rows
@@ -182,9 +183,16 @@ def gathered_products(
 
 
 def summed_product(
-    rows: Quantised, weight: Quantised, bias: Tensor | None, name: str, scatter: bool, **how: Any
+    rows: Quantised,
+    weight: Quantised,
+    bias: Tensor | None,
+    name: str,
+    scatter: bool,
+    out_dtype: torch.dtype,
+    accumulate: Accumulate = "promoted",
 ) -> Tensor:
-    """The product of rows and a weight, summed over ranks. how: as of the operators."""
+    """The product of rows and a weight, summed over ranks."""
+    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate}
     how |= {"scale_x": rows.scale, "scale_w": weight.scale}
     return (gemm_rs if scatter else gemm_ar)(rows.q, weight.q, bias, group=name, **how)
 
