@@ -174,40 +174,22 @@ X, W = torch.ones(8, 256).to(E4M3), torch.ones(160, 256).to(E4M3)
 SX, SW = torch.ones(8, 2), torch.ones(2, 2)
 ROWS: Arguments = {"scale_x": torch.ones(8, 1), "scale_w": torch.ones(160)}
 BAD: list[tuple[Arguments, str]] = [
-    ({"scale_x": None}, "scale_x: expected a tensor, as scale_w is one, got None"),
-    ({"scale_w": None}, "scale_w: expected a tensor, as scale_x is one, got None"),
     ({"scale_x": None, "scale_w": None}, "scale_x: expected a tensor, as x is torch.float8_e4m3fn"),
     ({"x": X.bfloat16()}, "x: expected dtype float8_e4m3fn or float8_e5m2 with scales, got .*bfloat16"),
     ({"x": X.float().to(torch.float8_e4m3fnuz)}, "x: expected dtype float8_e4m3fn"),
     ({"x": X.view(torch.uint8)}, "x: expected dtype float8_e4m3fn .* got torch.uint8"),
-    ({"weight": W.float().to(E5M2)}, "weight: expected dtype float8_e4m3fn with scales"),
-    ({"weight": W.bfloat16()}, "weight: expected dtype float8_e4m3fn with scales"),
     ({"weight": W.t().contiguous().t()}, r"weight: expected \[n, k\] with stride\(1\) == 1"),
     (
         {"weight": W.t().contiguous(), "transpose_weight": True, "scale_w": SW.t()},
         r"weight: expected .* stride\(0\) == 1, got shape \[256, 160\], strides \[160, 1\]",
     ),
-    ({"scale_x": torch.ones(7, 2)}, r"scale_x: expected one entry, \[8, 1\] or \[8, 2\], got shape"),
     ({"scale_x": torch.ones(8, 3)}, r"scale_x: expected .*\[8, 2\], got shape \[8, 3\]"),
     ({"scale_x": torch.ones(2, 8)}, r"scale_x: .*TransformerEngine's layout, pass scale.t\(\)\[:m\]"),
-    ({"scale_x": SX.bfloat16()}, "scale_x: expected dtype float32 or float8_e8m0fnu"),
-    ({"scale_x": SX.int()}, "scale_x: expected dtype float32 or float8_e8m0fnu, got torch.int32"),
-    ({"scale_x": SX.to("meta")}, "scale_x: expected device cpu, that of x, got meta"),
-    ({"scale_w": SW.half()}, "scale_w: expected dtype float32 or float8_e8m0fnu"),
-    ({"scale_w": SW.to("meta")}, "scale_w: expected device cpu, that of x, got meta"),
-    ({"scale_w": torch.ones(2, 3)}, r"scale_w: expected shape \[2, 2\], one .* got \[2, 3\]"),
-    ({"scale_w": torch.ones(2, 5)}, r"scale_w: expected shape \[2, 2\]"),
     ({"scale_w": torch.ones(160, 2)}, r"scale_w: expected shape \[2, 2\]"),
     ({"scale_w": torch.ones(160)}, r"scale_w: expected shape \[2, 2\], one entry for each 128"),
     ({"scale_x": torch.ones(8, 1)}, r"scale_w: expected one entry, \[160\] or \[1, 160\]"),
     (ROWS | {"scale_w": torch.ones(159)}, r"scale_w: expected one entry, \[160\]"),
     ({"accumulate": "fast"}, "accumulate: expected 'promoted' with block scales"),
-    ({"accumulate": "slow"}, "accumulate: expected 'promoted' or 'fast', got 'slow'"),
-    ({"out_dtype": torch.float64}, "out_dtype: expected bfloat16, float16 or float32 with scales"),
-    ({"out_dtype": E4M3}, "out_dtype: expected bfloat16, float16 or float32"),
-    ({"bias": torch.ones(160)}, "bias: expected dtype torch.bfloat16, that of the result"),
-    ({"out": torch.ones(8, 160)}, "out: expected dtype torch.bfloat16, that of the result"),
-    ({"weight": W[:, :255]}, "weight: expected .* k = 256"),
 ]
 
 
@@ -232,12 +214,6 @@ def test_without_scales_their_options_are_refused() -> None:
         flux.gemm(x, weight, out_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="gemm: accumulate: expected 'promoted' without scales, got 'fast'"):
         flux.gemm(x, weight, accumulate="fast")
-
-
-def test_types_are_checked() -> None:
-    for change in ({"scale_x": 1.0}, {"scale_w": [1.0]}, {"out_dtype": "bfloat16"}, {"accumulate": True}):
-        with pytest.raises(TypeError, match=f"gemm: {next(iter(change))}: expected"):
-            flux.gemm(**({"x": X, "weight": W, "scale_x": SX, "scale_w": SW} | change))  # type: ignore[arg-type]
 
 
 def test_gradients_are_refused() -> None:

@@ -164,17 +164,9 @@ def test_empty(quant: Any, shape: tuple[int, int]) -> None:
 X = torch.ones(4, 256)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"quant": "rows"}, "quant: expected one of tensor, row, group128, block128, got 'rows'"),
-    ({"dtype": torch.int8}, "dtype: expected float8_e4m3fn or float8_e5m2, got torch.int8"),
-    ({"x": X.int()}, "x: expected dtype bfloat16, float16, float32 or float64"),
-    ({"x": X.to(E4M3)}, "x: expected dtype bfloat16"),
-    ({"x": torch.tensor(1.0)}, "x: expected at least 1 dimensions"),
     ({"x": torch.ones(4), "quant": "block128"}, "x: expected at least 2 dimensions for 'block128'"),
-    ({"x": X.clone().requires_grad_()}, "x: expected a tensor that needs no gradient"),
     ({"quant": "row", "scale": torch.ones(1)}, "scale: expected None with 'row'"),
     ({"quant": "tensor", "scale": torch.ones(1), "ue8m0": True}, "ue8m0: expected False"),
-    ({"quant": "tensor", "scale": torch.ones(1).half()}, "scale: expected float32 with one entry"),
-    ({"quant": "tensor", "scale": torch.ones(2)}, "scale: expected float32 with one entry"),
-    ({"quant": "tensor", "scale": torch.ones(1, device="meta")}, "scale: expected device cpu"),
 ]
 
 
@@ -182,12 +174,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_arguments(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match="quantize: " + told):
         flux.quantize(**({"x": X} | change))
-
-
-def test_types() -> None:
-    for change in ({"quant": 3}, {"ue8m0": 1}, {"dtype": "float8"}, {"scale": 1.0}, {"x": [1.0]}):
-        with pytest.raises(TypeError, match=f"quantize: {next(iter(change))}: expected"):
-            flux.quantize(**({"x": X} | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("quant", QUANTS)
