@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from flux import moe
 from flux._invariance import batch_invariant
 from flux.errors import CommTimeoutError
-from flux.ops import autocast as _autocast  # noqa: F401  (registers what torch.autocast does)
 from flux.ops import autograd as _autograd  # noqa: F401  (registers the backward passes)
-from flux.ops import vmap as _vmap  # noqa: F401  (registers what torch.vmap does)
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.all_reduce import all_reduce
@@ -21,10 +19,9 @@ from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.grouped_gemm import grouped_gemm
-from flux.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_accum
 from flux.ops.quantize import quantize
 from flux.ops.reduce_scatter import reduce_scatter
-from flux.ops.wgrad import wgrad_accum
+from flux.ops.wgrad import grouped_wgrad, grouped_wgrad_accum, wgrad_accum
 from flux.ops.workspaces import check, expect_graphs, release, reserve
 from flux.plan import nodes as plan_nodes  # noqa: F401  (registers the plans of several nodes)
 from flux.plan.choose import Plan

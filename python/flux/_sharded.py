@@ -72,17 +72,16 @@ def mesh_of(group: GroupLike, op: str, device: torch.device, slices: int = 1) ->
 
     With slices, ranks that need process groups of their own make them: then it is a collective, once.
     """
-    process_group = resolve_group(group, op)
-    p, kind = process_group.size(), device.type
-    is_cut = 1 < slices < p
-    if isinstance(group, DeviceMesh) and not is_cut:
+    process_group, kind = resolve_group(group, op), device.type
+    slices = slices if slices < process_group.size() else 1
+    if isinstance(group, DeviceMesh) and slices <= 1:
         return group
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    key = process_group, kind, slices if is_cut else 1
+    key = process_group, kind, slices
     if key not in _meshes:
         with unset_fake_temporarily():  # a mesh outlives a dry run, and reads its own tensor
-            _meshes[key] = _new_mesh(process_group, kind, slices if is_cut else 1)
+            _meshes[key] = _new_mesh(*key)
     return _meshes[key]
 
 
@@ -109,12 +108,8 @@ def hold(
     dtype: torch.dtype | None,
     slices: int = 1,
 ) -> None:
-    """Adds a parameter to a module: a DTensor with uninitialised memory for this rank's part.
-
-    Args:
-        shape: of the whole parameter; every cut divides evenly.
-        cuts: which dimension of the parameter each dimension of the mesh cuts; None: every rank has all.
-        group, slices: as of mesh_of.
+    """Adds a parameter of that whole shape to a module: a DTensor with uninitialised memory for this rank's
+    part. cuts: which dimension of it each dimension of the mesh cuts, evenly; None: every rank has all.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -169,15 +164,12 @@ def is_placed(tensor: object) -> bool:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor that is a sum over ranks."""
     return is_placed(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def local_parts(parameters: Sequence[Tensor | None], is_sum: bool = False) -> list[Any]:
     """What this rank has of parameters, for one call. Gradients become DTensors, placed as the parameters.
-
-    Args:
-        is_sum: the gradient of a parameter that all ranks have is the sum of theirs.
+    is_sum: those of a parameter that all ranks have are to be summed.
     """
     placed: list[Any] = [parameter for parameter in parameters if is_placed(parameter)]
     if not placed:
@@ -193,11 +185,10 @@ def local_parts(parameters: Sequence[Tensor | None], is_sum: bool = False) -> li
 
 
 def _traced(parameter: Any, is_sum: bool) -> Tensor:
-    if not is_sum:
-        return parameter.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
 
-    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)  # type: ignore[no-any-return]
+    placements = [Partial()] * parameter.device_mesh.ndim if is_sum else None
+    return parameter.to_local(grad_placements=placements)  # type: ignore[no-any-return]
 
 
 class _Parts(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch
 
 import flux
 from flux._native import core
+from flux.fp8.products import scaled_mm
 from flux.fp8.scales import Scales
-from flux.fp8.torch_product import scaled_mm
 from flux.ops.norm_and_quant import QUANTS as ENDS
 from flux.ops.norm_and_quant import End, rms_norm
 from flux.ops.quantize import QUANTS

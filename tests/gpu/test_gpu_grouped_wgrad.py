@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flux
-from flux.ops import grouped_wgrad as ops
+from flux.ops import wgrad as ops
 
 DTYPES = [torch.bfloat16, torch.float16]
 CHOICES = [0, 1, 1 << 8, 1 + (1 << 8)]  # two tiles, without and with a prefetch of what is added to

@@ -52,11 +52,10 @@ def tensor(op: str, argument: str, value: object) -> None:
 
 
 def optional_tensor(op: str, argument: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, torch.Tensor):
+    if value is not None and not isinstance(value, torch.Tensor):
         wrong_type(op, argument, "a tensor or None", value)
-    tensor(op, argument, value)
+    if value is not None:
+        tensor(op, argument, value)
 
 
 def entry(name: str, entries: Sequence[object], i: int) -> str:
@@ -79,39 +78,34 @@ def sequence(op: str, argument: str, value: object, check: Callable[[str, str, o
         check(op, f"{argument}[{i}]", entry)
 
 
-def flag(op: str, argument: str, value: object) -> None:
-    if not isinstance(value, bool):
-        wrong_type(op, argument, "True or False", value)
+def _of(expected: str, *types: Any) -> Callable[[str, str, object], None]:
+    """A check of an argument's type, for which True is no number. expected: in messages."""
+
+    def check(op: str, argument: str, value: object) -> None:
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wrong_type(op, argument, expected, value)
+
+    return check
+
+
+flag = _of("True or False", bool)
+string = _of("a string", str)
+number = _of("a number", numbers.Real, torch.SymFloat)
+dtype = _of("a torch.dtype", torch.dtype)
+_whole = _of("an integer", numbers.Integral, torch.SymInt)
+_flag_or_word = _of("True, False or 'auto'", bool, str)
 
 
 def flag_or_auto(op: str, argument: str, value: object) -> None:
-    if isinstance(value, str):
-        if value != "auto":
-            fail(op, argument, "True, False or 'auto'", repr(value))
-    elif not isinstance(value, bool):
-        wrong_type(op, argument, "True, False or 'auto'", value)
-
-
-def string(op: str, argument: str, value: object) -> None:
-    if not isinstance(value, str):
-        wrong_type(op, argument, "a string", value)
-
-
-def number(op: str, argument: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
-        wrong_type(op, argument, "a number", value)
+    _flag_or_word(op, argument, value)
+    if isinstance(value, str) and value != "auto":
+        fail(op, argument, "True, False or 'auto'", repr(value))
 
 
 def integer(op: str, argument: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        wrong_type(op, argument, "an integer", value)
+    _whole(op, argument, value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         fail(op, argument, "an integer of 64 bits", value)
-
-
-def dtype(op: str, argument: str, value: object) -> None:
-    if not isinstance(value, torch.dtype):
-        wrong_type(op, argument, "a torch.dtype", value)
 
 
 def optional_function(op: str, argument: str, value: object) -> None:
@@ -212,7 +206,13 @@ def check(op: str, **arguments: object) -> None:
     """
     if torch.compiler.is_compiling():  # the compiler's guards and the fakes check instead
         return
-    _refuse_transforms(op)
+    # torch.library cannot register what torch.func.grad and jvp need.
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None and interpreter.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
+        raise NotImplementedError(
+            f"{op}: inside torch.func.grad, vjp, jvp and what is made of them no operator of flux can run; "
+            "torch.autograd.grad and torch.vmap work"
+        )
     known = kinds(op)
     for name, value in arguments.items():
         kind = known[name]
@@ -221,13 +221,3 @@ def check(op: str, **arguments: object) -> None:
                 continue
             kind = kind[len("Optional[") : -1]
         _CHECKS[kind](op, name, value)
-
-
-def _refuse_transforms(op: str) -> None:
-    # torch.library cannot register what torch.func.grad and jvp need.
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    if interpreter is not None and interpreter.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
-        raise NotImplementedError(
-            f"{op}: inside torch.func.grad, vjp, jvp and what is made of them no operator of flux can run; "
-            "torch.autograd.grad and torch.vmap work"
-        )

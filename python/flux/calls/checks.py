@@ -13,10 +13,11 @@ from flux._memory import wide_type
 from flux.errors import fail as fail
 from flux.fp8.scales import FP8, Scales, result_dtype
 
+Tensor = torch.Tensor
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def floating(op: str, x: torch.Tensor, with_scales: bool = False) -> None:
+def floating(op: str, x: Tensor, with_scales: bool = False) -> None:
     """Checks the dtype of x in a call without scales. with_scales: the operator takes fp8 operands too."""
     if x.dtype in FLOATING:
         return
@@ -25,43 +26,39 @@ def floating(op: str, x: torch.Tensor, with_scales: bool = False) -> None:
     fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
 
 
-def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: torch.Tensor | None) -> None:
+def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: Tensor | None) -> None:
     """Refuses tensors that need gradients, in a call without a backward pass."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            fail(
-                op,
-                name,
-                f"a tensor that needs no gradient ({why}call it under torch.no_grad())",
-                "requires_grad=True in grad mode",
-            )
+            expected = f"a tensor that needs no gradient ({why}call it under torch.no_grad())"
+            fail(op, name, expected, "requires_grad=True in grad mode")
 
 
-def no_backward_through_out(op: str, **tensors: torch.Tensor | None) -> None:
+def no_backward_with_scales(op: str, **tensors: Tensor | None) -> None:
+    """As no_backward, for a call with fp8 operands."""
+    no_backward(op, "flux.layers trains with fp8; or ", **tensors)
+
+
+def no_backward_through_out(op: str, **tensors: Tensor | None) -> None:
     """As no_backward, for a call that writes to `out`."""
     no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
 
 
 def gemm_args(
     op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     transpose_weight: bool,
     world_size: int = 1,
     which: str = "",
     scales: Scales | None = None,
 ) -> tuple[list[int], int, int, int]:
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
-
-    Args:
-        which: "[i]" for weight, bias and scale_w number i of a list.
-        scales: of fp8 operands.
-
-    Returns:
-        shape of the result, m (rows of x, flattened), n, k
+    Returns the shape of the result, m (rows of x, flattened), n and k. which: "[i]" for number i of a list of
+    weights.
     """
     shape = x.shape
     weight_shape = weight.shape
@@ -72,37 +69,16 @@ def gemm_args(
     if len(weight_shape) != 2:
         fail(op, "weight" + which, "2 dimensions", f"{len(weight_shape)}")
     k = shape[-1]
-    if transpose_weight:
-        weight_k, n = weight_shape
-    else:
-        n, weight_k = weight_shape
+    n, weight_k = weight_shape[::-1] if transpose_weight else weight_shape
     if weight_k != k:
         layout = "[k, n] (transpose_weight=True)" if transpose_weight else "[n, k]"
-        fail(
-            op,
-            "weight" + which,
-            f"{layout} with k = {k}, the last dimension of x",
-            f"shape {list(weight_shape)}",
-        )
-    dtype, whose = x.dtype, "x"
-    if scales is not None:
-        scales.check(op, x, weight, transpose_weight, which)
-        dtype, whose = scales.out_dtype, "the result"
-    else:
-        if dtype not in FLOATING:
-            floating(op, x, with_scales=True)
-        if weight.dtype != dtype:
-            fail(op, "weight" + which, f"dtype {dtype}, that of x", weight.dtype)
-    device = x.device
-    if weight.device != device:
-        fail(op, "weight" + which, f"device {device}, that of x", weight.device)
+        expected = f"{layout} with k = {k}, the last dimension of x"
+        fail(op, "weight" + which, expected, f"shape {list(weight_shape)}")
+    operands(op, x, weight, scales, transpose_weight, which)
     if bias is not None:
         if list(bias.shape) != [n]:
             fail(op, "bias" + which, f"shape [{n}], one entry for each column", f"shape {list(bias.shape)}")
-        if bias.dtype != dtype:
-            fail(op, "bias" + which, f"dtype {dtype}, that of {whose}", bias.dtype)
-        if bias.device != device:
-            fail(op, "bias" + which, f"device {device}, that of x", bias.device)
+        like(op, "bias" + which, bias, [n], x, scales)
     rows = shape[0]
     if rows % world_size:
         fail(op, "x", f"dimension 0 divisible by the {world_size} ranks of the group", f"shape {list(shape)}")
@@ -114,22 +90,37 @@ def gemm_args(
     return [rows // world_size, *shape[1:-1], n], m, n, k
 
 
+def operands(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales | None,
+    transpose_weight: bool = False,
+    which: str = "",
+) -> None:
+    """Checks the types of x and of a weight, or of experts' weights, whose shapes fit, and their scales."""
+    if scales is not None:
+        scales.check(op, x, weight, transpose_weight, which)
+    else:
+        floating(op, x, with_scales=True)
+        if weight.dtype != x.dtype:
+            fail(op, "weight" + which, f"dtype {x.dtype}, that of x", weight.dtype)
+    if weight.device != x.device:
+        fail(op, "weight" + which, f"device {x.device}, that of x", weight.device)
+
+
 def ag_gemm_args(
     op: str,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     transpose_weight: bool,
     world_size: int,
     scales: Sequence[Scales] = (),
 ) -> tuple[list[list[int]], int, tuple[int, ...], int]:
     """Checks x [..., k] of each rank, gathered, times each weight [n, k] (or [k, n]), plus its bias [n].
-
-    Args:
-        biases, scales: one for each weight, or empty.
-
-    Returns:
-        shape of each result, m (gathered rows, flattened), n of each weight, k
+    There are as many biases and scales, or none. Returns shapes, m (gathered rows, flattened), n of each, and
+    k.
     """
     count = len(weights)
     if count == 0:
@@ -151,36 +142,21 @@ def ag_gemm_args(
 
 def norm_eps(x: object) -> float:
     """torch's default of an RMSNorm's epsilon, which for 16-bit types is that of fp32."""
-    return torch.finfo(wide_type(x.dtype) if isinstance(x, torch.Tensor) else torch.float32).eps
+    return torch.finfo(wide_type(x.dtype) if isinstance(x, Tensor) else torch.float32).eps
 
 
-def all_reduce_args(op: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-    """Checks x of any shape, and a residual of the same."""
-    floating(op, x)
-    if residual is not None:
-        like(op, "residual", residual, list(x.shape), x)
-
-
-def rows_to_norm(op: str, x: torch.Tensor) -> tuple[int, int]:
-    """Checks that x [..., n] has rows; returns how many, and n."""
-    if x.dim() < 1:
-        fail(op, "x", "at least 1 dimension with norm_weight", "0")
-    n = x.shape[-1]
-    return (x.numel() // n if n else 0), n
-
-
-def reduce_scatter_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
+def reduce_scatter_args(op: str, x: Tensor, world_size: int) -> list[int]:
     """Checks x [m, ...], of which each rank gets m / world_size rows; returns the shape of the result."""
     if x.dim() < 1:
         fail(op, "x", "at least 1 dimension", "0")
-    all_reduce_args(op, x)
+    floating(op, x)
     if x.shape[0] % world_size:
         expected = f"dimension 0 divisible by the {world_size} ranks of the group"
         fail(op, "x", expected, f"shape {list(x.shape)}")
     return [x.shape[0] // world_size, *x.shape[1:]]
 
 
-def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
+def all_gather_args(op: str, x: Tensor, world_size: int) -> list[int]:
     """Checks x [rows, ...] of each rank; returns the shape of the result."""
     shape = list(x.shape)
     if not shape:
@@ -191,9 +167,7 @@ def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     return shape
 
 
-def grads(
-    op: str, x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None, shape: list[int]
-) -> None:
+def grads(op: str, x: Tensor, grad_output: Tensor, main_grad: Tensor | None, shape: list[int]) -> None:
     """Checks the types of x and of a gradient, and the sum of that shape to which their product is added."""
     floating(op, x)
     if grad_output.dtype != x.dtype:
@@ -209,23 +183,18 @@ def grads(
 
 def list_like(op: str, name: str, value: object, like: int | None) -> None:
     """Checks that an argument is a list of `like` entries if weight is a list, and no list otherwise."""
-    is_list = isinstance(value, (list, tuple))
-    if like is None and is_list:
+    if like is None and isinstance(value, (list, tuple)):
         fail(op, name, "a tensor or None, as weight is one tensor", "a list")
-    if like is not None and value is not None:
-        if not is_list:
-            fail(op, name, f"None or a list of {like}, as weight is a list", type(value).__name__)
-        if len(value) != like:  # type: ignore[arg-type]
-            fail(op, name, f"{like} entries, one for each weight", f"{len(value)}")  # type: ignore[arg-type]
+    if like is None or value is None:
+        return
+    if not isinstance(value, (list, tuple)):
+        fail(op, name, f"None or a list of {like}, as weight is a list", type(value).__name__)
+    if len(value) != like:
+        fail(op, name, f"{like} entries, one for each weight", f"{len(value)}")
 
 
 def out_arg(
-    op: str,
-    out: torch.Tensor,
-    shape: list[int],
-    x: torch.Tensor,
-    which: str = "",
-    scales: Scales | None = None,
+    op: str, out: Tensor, shape: list[int], x: Tensor, which: str = "", scales: Scales | None = None
 ) -> None:
     """Checks the `out` argument against the result's shape and dtype, and x's device."""
     like(op, "out" + which, out, shape, x, scales)
@@ -233,7 +202,7 @@ def out_arg(
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
 
 
-def not_expanded(op: str, name: str, written: torch.Tensor) -> None:
+def not_expanded(op: str, name: str, written: Tensor) -> None:
     if any(stride == 0 and count > 1 for count, stride in zip(written.shape, written.stride(), strict=True)):
         fail(op, name, "memory of its own for each element", f"strides {list(written.stride())}")
 
@@ -241,9 +210,9 @@ def not_expanded(op: str, name: str, written: torch.Tensor) -> None:
 def separate(
     op: str,
     name: str,
-    written: torch.Tensor,
-    *others: torch.Tensor | None,
-    may_be: Sequence[torch.Tensor | None] = (),
+    written: Tensor,
+    *others: Tensor | None,
+    may_be: Sequence[Tensor | None] = (),
 ) -> None:
     """Checks that elements of an output of a call share no memory with each other, nor with the other tensors
     of the call, unless it is one of `may_be`. Tells autograd that it is written, which torch does not see.
@@ -252,17 +221,14 @@ def separate(
     for other in others:
         if other is None or not share_memory(written, other):
             continue
-        if any(other is each for each in may_be) and _same_memory(written, other):
+        same = written.data_ptr() == other.data_ptr() and written.shape == other.shape
+        if same and other.is_contiguous() and any(other is each for each in may_be):
             continue
         fail(op, name, "memory of its own", "a tensor that overlaps another argument")
     torch.autograd.graph.increment_version(written)
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and b.is_contiguous()
-
-
-def share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
+def share_memory(written: Tensor, other: Tensor) -> bool:
     """Whether a contiguous tensor and another one have an element in common."""
     if written.device != other.device or written.is_meta or 0 in (written.numel(), other.numel()):
         return False
@@ -282,18 +248,13 @@ def share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def like(
-    op: str,
-    argument: str,
-    tensor: torch.Tensor,
-    shape: list[int],
-    x: torch.Tensor,
-    scales: Scales | None = None,
+    op: str, name: str, tensor: Tensor, shape: list[int], x: Tensor, scales: Scales | None = None
 ) -> None:
     """Checks a tensor against a shape, x's device, and x's dtype, or with scales the result's."""
     if list(tensor.shape) != shape:
-        fail(op, argument, f"shape {shape}", f"shape {list(tensor.shape)}")
+        fail(op, name, f"shape {shape}", f"shape {list(tensor.shape)}")
     if tensor.dtype != result_dtype(x, scales):
         whose = "x" if scales is None else "the result"
-        fail(op, argument, f"dtype {result_dtype(x, scales)}, that of {whose}", tensor.dtype)
+        fail(op, name, f"dtype {result_dtype(x, scales)}, that of {whose}", tensor.dtype)
     if tensor.device != x.device:
-        fail(op, argument, f"device {x.device}, that of x", tensor.device)
+        fail(op, name, f"device {x.device}, that of x", tensor.device)

@@ -14,21 +14,21 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, transforms
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import PUBLIC_NAMES, library
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.fp8 import scales as fp8
-from flux.plan.choose import Plan, Planned, require
+from flux.plan.choose import Plan, Planned, require, workspace_plan
 
 Tensor = torch.Tensor
 # Of each torch operator, the names of its arguments; and of each collective, those of tensors that it reads.
 _ARGUMENTS: dict[str, list[str]] = {}
 _INPUTS: dict[str, list[str]] = {}
 # Arguments whose types nothing checks behind the dispatcher.
-_UNCHECKED = {"scale_x", "quant", "wire"}
+_UNCHECKED = {"scale_x", "quant", "wire", "activation"}
 
 # The shape of the result; m, n and k of the problem. Of several weights, shapes and a tuple of n.
 Sizes = tuple[Any, int, Any, int]
@@ -54,8 +54,8 @@ class Collective:
 
     Attributes:
         name: of the torch operator, and in messages.
-        call: makes a call of the torch operator's arguments, by their public names.
-        known: the arguments of its known calls, of a call: all that `sizes` and the plan depend on.
+        call: a named tuple of the arguments, and `out`, by their public names; fp8.NAMES are its `scales`.
+        end: a named tuple of those arguments that are the call's `end`, or None.
         sizes: checks a call in a group of p ranks.
         plan: of a workspace and a call whose operands are matrices.
         ways: "torch", "kernel" (GPUs), "protocol" (CPUs) and "nodes"; by Plan.way those of MADE_OF_CALLS.
@@ -71,8 +71,8 @@ class Collective:
 
     name: str
     call: Callable[..., Any]
-    known: Callable[[Any], dict[str, Any]]
     sizes: Callable[[Any, int], Sizes]
+    end: Any = None
     plan: Callable[[Workspace, Any, Sizes], Plan] | None = None
     ways: Mapping[str, Way] = field(default_factory=dict)
     matrices: Callable[[Any, Sizes], Any] = lambda call, sizes: call
@@ -83,6 +83,42 @@ class Collective:
     answer: Callable[[Any, Any], Any] = lambda call, made: call.out
     differentiable: bool = True
     number: int = field(default_factory=repeat.operator)
+
+    def call_of(self, given: dict[str, Any]) -> Any:
+        """The call of arguments by name, which are no longer needed."""
+        if "scale_x" in given:
+            scaling = {name: given.pop(name) for name in fp8.NAMES if name in given}
+            if (scales := fp8.given(self.name, **scaling)) is not None:
+                given["scales"] = scales
+        if self.end is not None:
+            given["end"] = self.end(**{name: given.pop(name) for name in self.end._fields if name in given})
+        return self.call(**given)
+
+
+def known(call: Any) -> dict[str, Any]:
+    """The arguments of a known call by name: all that its sizes and plan depend on. KnownCalls.call gets them
+    in this order, which is that of the named tuple.
+    """
+    found: dict[str, Any] = {"batch_invariant": _invariance.active()}
+    for name, value in zip(call._fields, call, strict=True):
+        if name == "scales":
+            found |= fp8.by_name(value) if value else {}
+        elif name == "end":
+            found |= value.by_name()
+        elif isinstance(value, (list, tuple)):
+            found.setdefault("count", len(value))
+            found |= {f"{name}[{i}]": each for i, each in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def plan(op: str, workspace: Workspace, call: Any, sizes: Sizes) -> Plan:
+    """The plan of an operator for a call of matrices."""
+    _, m, n, k = sizes
+    scales = getattr(call, "scales", None)
+    how = getattr(call, "transpose_weight", False), None if scales is None else scales.scaling(k)
+    return workspace_plan(workspace, op, m, n, k, call.x.dtype, *how)
 
 
 def enter(
@@ -115,7 +151,7 @@ def enter(
     if not op.differentiable:
         checks.no_backward(op.name, **inputs, out=out)
     elif "scale_x" in given:
-        fp8.no_backward(op.name, **inputs)
+        checks.no_backward_with_scales(op.name, **inputs)
     if out is not None:
         outs = out if isinstance(out, list) else [out]
         written = {argument_types.entry("out", outs, i): each for i, each in enumerate(outs)}
@@ -125,38 +161,25 @@ def enter(
     grouped = "group_name" in _ARGUMENTS[op.name]
     if direct and not needs_grad(*inputs.values()):
         to = resolve_group(group, op.name) if grouped else None
+        call = op.call_of(given)
         if finish is None or to is None:
-            return run(op, op.call(**given), to)
-        return registry.in_turn(
-            to, given["x"].device, _finished, finish, op, op.call(**given), to, holds=True
-        )
+            return run(op, call, to)
+        return registry.in_turn(to, call.x.device, lambda: finish(run(op, call, to)), holds=True)
     variant = "" if given.get("norm_weight") is None else "_quant" if "quant" in given else "_norm"
     name = op.name + (variant if out is None else "_out")
     torch_op = getattr(torch.ops.flux, name).default
     if grouped:
         given["group_name"] = group_name(group, op.name)
     arguments = [given[each] for each in _ARGUMENTS[name] if each in given]
-    through = functools.partial(_answered, torch_op, given.get("out"), variant == "_quant", finish)
+
+    def through(*arguments: Any) -> Any:
+        made = torch_op(*arguments)
+        answer = out if out is not None else tuple(made) if variant == "_quant" else made
+        return answer if finish is None else finish(answer)
+
     if not grouped:
         return through(*arguments)
     return dispatch(given["group_name"], given["x"].device, through, *arguments)
-
-
-def _answered(
-    torch_op: Callable[..., Any],
-    out: Any,
-    several: bool,
-    finish: Callable[[Any], Any] | None,
-    *arguments: Any,
-) -> Any:
-    """Calls an operator of torch. Returns what the public function does."""
-    made = torch_op(*arguments)
-    answer = out if out is not None else tuple(made) if several else made
-    return answer if finish is None else finish(answer)
-
-
-def _finished(finish: Callable[[Any], Any], op: Collective, call: Any, group: ProcessGroup) -> Any:
-    return finish(run(op, call, group))
 
 
 def below(
@@ -166,16 +189,12 @@ def below(
     also: Same = NOTHING,
     within: repeat.Recipe | None = None,
 ) -> Any:
-    """A call without gradients and without torch's dispatcher.
-
-    Args:
-        also: further facts that ranks compare, if the call is a part of another operator.
-        within: of that operator's call, if it is to be known (flux.comm.repeat).
+    """A call without gradients and without torch's dispatcher. also, within: of one that is a part of another
+    operator: further facts that ranks compare, and the whole call's recipe, if that is to be known.
     """
     calls = repeat.without_group() if group is None else repeat.of_groups.get(group)
     if within is None and calls is not None:
-        known = {"batch_invariant": _invariance.active(), **op.known(call)}
-        done = calls.call_below(op.number, *known.values())
+        done = calls.call_below(op.number, *known(call).values())
         if done is not None:
             return done
     return run(op, call, group, also, within)
@@ -190,12 +209,12 @@ def run(
 ) -> Any:
     """As below, of a call that C++ does not know."""
     if group is None or group.size() == 1:
-        sizes, known = op.sizes(call, 1), {"batch_invariant": _invariance.active(), **op.known(call)}
-        call = _writing(op, call, sizes, known)
+        sizes, given = op.sizes(call, 1), known(call)
+        call = _writing(op, call, sizes, given)
         matrices = op.matrices(call, sizes)
         if group is not None:
             return op.answer(call, op.alone(matrices))
-        recipe = repeat.Recipe(op.number, known, within)
+        recipe = repeat.Recipe(op.number, given, within)
         recipe.out = call.out
         return op.answer(call, op.alone(matrices, recipe))
     return registry.in_turn(group, call.x.device, _among_ranks, op, call, group, also, within)
@@ -204,14 +223,14 @@ def run(
 def _among_ranks(
     op: Collective, call: Any, group: ProcessGroup, also: Same, within: repeat.Recipe | None
 ) -> Any:
-    known = {"batch_invariant": _invariance.active(), **op.known(call)}
-    facts = _facts(op, known)
+    given = known(call)
+    facts = _facts(op, given)
     workspace = registry.find(group, call.x.device)
     plans = {} if workspace is None else workspace.plans
     found: Planned | None = plans.get(facts)
     sizes = op.sizes(call, group.size()) if found is None else found.sizes
-    recipe = repeat.Recipe(op.number, known, within)
-    call = _writing(op, call, sizes, known)
+    recipe = repeat.Recipe(op.number, given, within)
+    call = _writing(op, call, sizes, given)
     recipe.out, recipe.same = call.out, {**op.same(call), **also}
     if workspace is None:
         workspace = registry.get(group, call.x.device, op.name)
@@ -231,12 +250,12 @@ def _among_ranks(
     return op.answer(call, made)
 
 
-def _facts(op: Collective, known: dict[str, Any]) -> tuple[Any, ...]:
+def _facts(op: Collective, given: dict[str, Any]) -> tuple[Any, ...]:
     """A cache key: all that the sizes and the plan of a call depend on, except the group. Eager calls look
     them up, because checking and planning again takes the host longer.
     """
     facts: list[Any] = [op.number]
-    for name, value in known.items():
+    for name, value in given.items():
         if isinstance(value, Tensor):
             if not name.startswith("out"):
                 facts += (value.shape, value.stride(), value.dtype, value.device)
@@ -245,11 +264,11 @@ def _facts(op: Collective, known: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(facts)
 
 
-def _writing(op: Collective, call: Any, sizes: Sizes, known: dict[str, Any]) -> Any:
+def _writing(op: Collective, call: Any, sizes: Sizes, given: dict[str, Any]) -> Any:
     """A call with all tensors that it writes. A given `out` must share no memory."""
     made = op.results(call, sizes, op.name)
     if call.out is not None:
-        others = {name: each for name, each in known.items() if isinstance(each, Tensor)}
+        others = {name: each for name, each in given.items() if isinstance(each, Tensor)}
         read = [each for name, each in others.items() if not name.startswith("out")]
         may_be = [others.get(name) for name in op.may_be]
         outs = [made] if isinstance(made, Tensor) else made
@@ -257,6 +276,54 @@ def _writing(op: Collective, call: Any, sizes: Sizes, known: dict[str, Any]) -> 
             name = argument_types.entry("out", outs, i)
             checks.separate(op.name, name, out, *read, *outs[:i], may_be=may_be)
     return call._replace(out=made)
+
+
+def remember(
+    kernel: str,
+    recipe: repeat.Recipe | None,
+    launch: functools.partial[Any],
+    workspace: Any = None,
+    results: Mapping[str, Tensor] | None = None,
+    by_copy_engine: bool = False,
+) -> None:
+    """Lets C++ repeat a launch, if it reads and writes the tensors of its caller, and no copies.
+
+    Args:
+        kernel: its torch operator, whose tensors have the names of arguments of the call or of `results`; any
+            others are scratch memory.
+        results: what the call returns, all of it new, by the kernel's names; None: its `out`.
+    """
+    if recipe is None:
+        return
+    names, tensors = _signature(kernel)
+    operands = dict(zip(names, launch.args, strict=False)) | launch.keywords
+    written = {"out": recipe.out} if results is None else results
+    for name, tensor in written.items():
+        if operands[name].data_ptr() != tensor.data_ptr():
+            return
+    numbers = dict(zip(tensors, recipe.numbers(*tensors), strict=True))
+    for name, number in numbers.items():
+        given = None if number == repeat.ABSENT else recipe.given[number]
+        if name in written or operands.get(name) is None:
+            continue
+        if given is None:
+            numbers[name] = recipe.allocates(operands[name])
+        elif operands[name].data_ptr() != given.data_ptr():
+            return
+    for name, tensor in written.items():
+        numbers[name] = recipe.returns(tensor, name if results is None else "")
+    used = list(numbers.values())
+    if workspace is None:
+        repeat.remember(repeat.without_group(), recipe, launch, [used])
+    else:
+        workspace.remember(recipe, launch, [used], by_copy_engine)
+
+
+@functools.cache
+def _signature(kernel: str) -> tuple[list[str], list[str]]:
+    """The names of the arguments of a kernel's operator, and of those that are tensors."""
+    arguments = getattr(torch.ops.flux, kernel).default._schema.arguments
+    return [each.name for each in arguments], [each.name for each in arguments if "Tensor" in str(each.type)]
 
 
 def _fake(op: Collective, call: Any, group: ProcessGroup | None) -> Any:
@@ -269,11 +336,9 @@ def _fake(op: Collective, call: Any, group: ProcessGroup | None) -> Any:
     return made if end is None or end.norm_weight is None else end.fake(made)
 
 
-def register(op: Collective, *variants: str) -> None:
-    """Registers what torch's dispatcher calls: on tensors, and on tensors without data.
-
-    Args:
-        variants: ends of names of further torch operators, such as "_out".
+def register(op: Collective, *variants: str, casts: bool = False, maps: bool = True) -> None:
+    """Registers what torch's dispatcher calls: on tensors, and on tensors without data. variants: ends of
+    names of further torch operators, such as "_out". casts, maps: as in flux.calls.transforms.
     """
     inputs: dict[str, None] = {}
     for name in (op.name, *[op.name + variant for variant in variants]):
@@ -285,6 +350,10 @@ def register(op: Collective, *variants: str) -> None:
         for device in ("CPU", "CUDA"):
             library.impl(name, eager, device)
         torch.library.register_fake(f"flux::{name}", fake, lib=library)
+        if casts and not name.endswith("_out"):
+            transforms.casts(name)
+        if maps and not name.endswith("_out"):
+            transforms.maps(name)
     _INPUTS[op.name] = list(inputs)
 
 
@@ -299,7 +368,7 @@ def _registered(
         given = dict(zip(names, arguments, strict=False))
         given |= {PUBLIC_NAMES.get(each, each): value for each, value in named.items()}
         group = process_group(given.pop("group_name")) if "group_name" in given else None
-        result = function(op, op.call(**given), group)
+        result = function(op, op.call_of(given), group)
         if name.endswith("_out"):
             return None
         if not returns_list:

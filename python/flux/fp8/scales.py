@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flux.comm.workspace import round_up
 from flux.errors import fail
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -22,6 +23,7 @@ OLD_WORDS = {"token": "row", "current": "tensor"}
 BLOCK = 128  # of K, and of the columns of a weight
 NAMES = ("scale_x", "scale_w", "out_dtype", "accumulate")  # of arguments, in the order of Scales
 _SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
+_SCALE_BYTES, _RECORD_ALIGNMENT = 4, 16
 _COLUMN_ALIGNMENT = 4  # fp32 entries of 16 bytes, which TMA loads
 
 Tensor = torch.Tensor
@@ -58,6 +60,49 @@ class Scaling(NamedTuple):
     def columns(self, k: int) -> int:
         """Scales of a row of x with k elements."""
         return -(-k // BLOCK) if self.kind == "block" else 1
+
+    def records(self, k: int, x_dtype: torch.dtype) -> Records:
+        """The form in which rows of x with k elements travel."""
+        return Records(k, x_dtype, self.columns(k))
+
+
+class Records(NamedTuple):
+    """The form of rows that travel with their scales: k elements of one byte, then `columns` scales, then
+    padding. The CPU path sends them so, that a row and its scales arrive together.
+    """
+
+    k: int
+    dtype: torch.dtype
+    columns: int
+
+    @property
+    def _scales_at(self) -> int:
+        return round_up(self.k, _SCALE_BYTES)
+
+    @property
+    def row_bytes(self) -> int:
+        return round_up(self._scales_at + _SCALE_BYTES * self.columns, _RECORD_ALIGNMENT)
+
+    def pack(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Rows [rows, k] and their canonical scales as bytes [rows, row_bytes]."""
+        packed = torch.zeros(x.shape[0], self.row_bytes, dtype=torch.uint8, device=x.device)
+        packed[:, : self.k] = x.view(torch.uint8)
+        # Not contiguous(): without rows it keeps steps of 0, with which nothing can be viewed as bytes.
+        own = of_elements(scale, x.shape[0]).clone(memory_format=torch.contiguous_format)
+        of_rows = own.view(torch.uint8)
+        packed[:, self._scales_at : self._scales_at + of_rows.shape[1]] = of_rows
+        return packed
+
+    def rows(self, packed: Tensor) -> Tensor:
+        """The rows [rows, k] of bytes [rows, row_bytes], a view."""
+        return packed[:, : self.k].view(self.dtype)
+
+    def scales(self, packed: Tensor) -> Tensor:
+        """Their scales [rows, columns]."""
+        if self.columns == 0:  # bytes of no columns cannot be viewed as floats
+            return packed.new_empty(packed.shape[0], 0, dtype=torch.float32)
+        end = self._scales_at + _SCALE_BYTES * self.columns
+        return packed[:, self._scales_at : end].contiguous().view(torch.float32)
 
 
 def kind_of(op: str, scales: str) -> str:
@@ -96,47 +141,12 @@ class Scales(NamedTuple):
         kind = "block" if is_by_block(self.x, k) else "row"
         return Scaling(kind, self.out_dtype, self.accumulate == "fast")
 
-    def check(self, op: str, x: Tensor, weight: Tensor, transpose_weight: bool, which: str = "") -> None:
-        """Checks fp8 operands x [..., k] and weight [n, k] (or [k, n]) that fit, and their scales."""
-        n, k = weight.shape[::-1] if transpose_weight else weight.shape
-        by_block = self._check_operands(op, x, weight, which)
-        strides = weight.stride()[::-1] if transpose_weight else weight.stride()
-        if strides[-1] != 1 and k > 1 and weight.numel() > 0:
-            expected = "[n, k] with stride(1) == 1, or [k, n] with transpose_weight=True and stride(0) == 1"
-            fail(
-                op, "weight" + which, expected, f"shape {list(weight.shape)}, strides {list(weight.stride())}"
-            )
-        blocks, shape = [-(-n // BLOCK), -(-k // BLOCK)], list(self.w.shape)
-        if transpose_weight:
-            blocks.reverse()
-        if shape == blocks and (by_block or -(-k // BLOCK) == 1):
-            return
-        if by_block:
-            fail(op, "scale_w" + which, f"shape {blocks}, one entry for each 128 by 128 block", shape)
-        if self.w.numel() != 1 and shape not in ([n], [1, n], [n, 1]):
-            expected = (
-                f"one entry, [{n}] or [1, {n}] with such a scale_x, or blocks {blocks} with block scales"
-            )
-            fail(op, "scale_w" + which, expected, f"shape {shape}")
-
-    def check_experts(self, op: str, x: Tensor, weight: Tensor) -> None:
-        """As check, of rows x [m, k] and weights [experts, n, k]."""
-        experts, n, k = weight.shape
-        by_block = self._check_operands(op, x, weight)
-        if weight.stride(2) != 1 and k > 1 and weight.numel() > 0:
-            fail(op, "weight", "[experts, n, k] with stride(2) == 1", f"strides {list(weight.stride())}")
-        blocks, shape = [experts, -(-n // BLOCK), -(-k // BLOCK)], list(self.w.shape)
-        if shape == blocks and (by_block or -(-k // BLOCK) == 1):
-            return
-        if by_block:
-            fail(op, "scale_w", f"shape {blocks}, one entry for each 128 by 128 block", shape)
-        known = ([experts], [experts, 1], [experts, 1, 1], [experts, n], [experts, 1, n], [experts, n, 1])
-        if self.w.numel() != 1 and shape not in known:
-            expected = f"one entry, [{experts}], [{experts}, {n}], or with block scales {blocks}"
-            fail(op, "scale_w", expected, f"shape {shape}")
-
-    def _check_operands(self, op: str, x: Tensor, weight: Tensor, which: str = "") -> bool:
-        """Checks types, options and scale_x; returns whether scales are those of blocks."""
+    def check(
+        self, op: str, x: Tensor, weight: Tensor, transpose_weight: bool = False, which: str = ""
+    ) -> None:
+        """Checks fp8 operands x [..., k] and weight [n, k] (or [k, n]) or [experts, n, k] that fit, and their
+        scales.
+        """
         if x.dtype not in FP8:
             fail(op, "x", "dtype float8_e4m3fn or float8_e5m2 with scales", x.dtype)
         if weight.dtype != torch.float8_e4m3fn:
@@ -144,7 +154,24 @@ class Scales(NamedTuple):
         check_how(op, self.out_dtype, self.accumulate)
         by_block = check_of_rows(op, self.x, x, self.accumulate)
         _check_type(op, "scale_w" + which, self.w, x)
-        return by_block
+        experts, order = list(weight.shape[:-2]), -1 if transpose_weight else 1
+        (n, k), (_, step) = weight.shape[-2:][::order], weight.stride()[-2:][::order]
+        if step != 1 and k > 1 and weight.numel() > 0:
+            expected = "[n, k] with stride(1) == 1, or [k, n] with transpose_weight=True and stride(0) == 1"
+            expected = "[experts, n, k] with stride(2) == 1" if experts else expected
+            got = f"shape {list(weight.shape)}, strides {list(weight.stride())}"
+            fail(op, "weight" + which, expected, got)
+        blocks, shape = [*experts, *(-(-size // BLOCK) for size in weight.shape[-2:])], list(self.w.shape)
+        if shape == blocks and (by_block or -(-k // BLOCK) == 1):
+            return
+        if by_block:
+            fail(op, "scale_w" + which, f"shape {blocks}, one entry for each 128 by 128 block", shape)
+        known = [[*experts, n], [*experts, 1, n], [*experts, n, 1]]
+        known += [experts + [1] * i for i in range(3)] if experts else []
+        if self.w.numel() != 1 and shape not in known:
+            expected = f"{experts}, {[*experts, n]}" if experts else f"[{n}] or [1, {n}] with such a scale_x"
+            expected = f"one entry, {expected}, or blocks {blocks} with block scales"
+            fail(op, "scale_w" + which, expected, f"shape {shape}")
 
     def canonical(self, n: int, k: int, transpose_weight: bool = False) -> Scales:
         """The same scales in the kernels' layout, for x [m, k] and a weight [n, k]. Copies what is laid out
@@ -168,16 +195,12 @@ class Scales(NamedTuple):
         blocks of N, blocks of K].
         """
         w = _fp32(self.w)
-        if is_by_block(self.x, k):
-            return self._replace(x=self.canonical_x(k), w=w.contiguous())
-        if w.numel() == 1:
-            w = w.reshape(1).expand(experts)
-        elif w.numel() == experts:
-            w = w.reshape(experts)
-        elif w.numel() == experts * n:
-            w = w.reshape(experts, n)
-        else:
-            w = w.reshape(experts, -1).repeat_interleave(BLOCK, 1)[:, :n]
+        if not is_by_block(self.x, k):
+            columns = w.numel() // max(experts, 1)
+            w = w.reshape(1, 1).expand(experts, 1) if w.numel() == 1 else w.reshape(experts, columns)
+            if w.shape[1] not in (1, n):
+                w = w.repeat_interleave(BLOCK, 1)[:, :n]
+            w = w[:, 0] if w.shape[1] == 1 else w
         return self._replace(x=self.canonical_x(k), w=w.contiguous())
 
     def of_expert(self, expert: int) -> Tensor:
@@ -224,9 +247,9 @@ def _check_type(op: str, name: str, scale: Tensor, x: Tensor) -> None:
         fail(op, name, f"device {x.device}, that of x", scale.device)
 
 
-def named(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any) -> dict[str, Any]:
-    """Arguments of a public function by name, for the check of their types."""
-    return dict(zip(NAMES, (scale_x, scale_w, out_dtype, accumulate), strict=True))
+def named(scaling: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of a public function by name. scaling: as `arguments` returns it."""
+    return dict(zip(NAMES, scaling, strict=False))
 
 
 def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
@@ -244,12 +267,17 @@ def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: An
 def given(
     op: str,
     scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
+    scale_w: Any = None,
     out_dtype: torch.dtype | None = None,
     accumulate: str = "promoted",
     which: str = "",
-) -> Scales | None:
-    """The scales of a call from the last arguments of a torch operator; None without any."""
+) -> Any:
+    """The scales of a call from the last arguments of a torch operator; None without any. Of a list of
+    weights a tuple: one for each.
+    """
+    if isinstance(scale_w, (list, tuple)):
+        numbered = [(each, f"[{i}]" if len(scale_w) > 1 else "") for i, each in enumerate(scale_w)]
+        return tuple(given(op, scale_x, each, out_dtype, accumulate, of) for each, of in numbered)
     if scale_x is None and scale_w is None:
         if out_dtype is not None:
             fail(op, "out_dtype", "None or the dtype of x without scales", out_dtype)
@@ -263,53 +291,6 @@ def given(
     return Scales(scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate)
 
 
-def of_weights(
-    op: str,
-    count: int,
-    scale_x: Tensor | None = None,
-    scale_w: Sequence[Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    accumulate: str = "promoted",
-) -> tuple[Scales, ...]:
-    """As given, for an operator of several weights: one for each, or none."""
-    listed: Sequence[Tensor | None] = (None,) * count if scale_w is None else scale_w
-    if len(listed) != count:
-        fail(op, "scale_w", f"{count} entries, one for each weight", f"{len(listed)}")
-    found = []
-    for i, of_one in enumerate(listed):
-        scales = given(op, scale_x, of_one, out_dtype, accumulate, f"[{i}]" if count > 1 else "")
-        if scales is None:
-            return ()
-        found.append(scales)
-    return tuple(found)
-
-
-def no_backward(op: str, **tensors: Tensor | None) -> None:
-    """Refuses tensors that need gradients in a call with scales."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            expected = "a tensor that needs no gradient (flux.layers trains with fp8; or use torch.no_grad())"
-            fail(op, name, expected, "requires_grad=True in grad mode")
-
-
-def canonical(
-    weight: Tensor, transpose_weight: bool, scales: Scales | None
-) -> tuple[Tensor, bool, Scales | None]:
-    """Checked arguments as kernels take them. With scales the weight is [n, k], a view of the given one."""
-    if scales is None:
-        return weight, transpose_weight, None
-    n, k = weight.shape[::-1] if transpose_weight else weight.shape
-    scales = scales.canonical(n, k, transpose_weight)
-    return weight.t() if transpose_weight else weight, False, scales
-
-
-def of_slice(scales: Scales | None, rows: int, some: slice) -> Scales | None:
-    """The canonical scales of a slice of x [rows, k]."""
-    return None if scales is None else scales.of_rows(rows, lambda scale: scale[some])
-
-
 def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     """What a kernel gets besides the operands, from canonical scales."""
     if scales is None:
@@ -318,13 +299,18 @@ def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
-def by_name(scales: Scales | None) -> dict[str, Any]:
-    """The arguments that scales were given by, for flux.comm.repeat."""
-    return {} if scales is None else dict(zip(NAMES, scales, strict=True))
+def by_name(scales: Scales | Sequence[Scales] | None) -> dict[str, Any]:
+    """The arguments that scales of one weight, or of each of several, were given by, for flux.comm.repeat."""
+    if isinstance(scales, Scales):
+        return dict(zip(NAMES, scales, strict=True))
+    if not scales:
+        return {}
+    x, _, out_dtype, accumulate = scales[0]
+    weights = {f"scale_w[{i}]": each.w for i, each in enumerate(scales)}
+    return {"scale_x": x, **weights, "out_dtype": out_dtype, "accumulate": accumulate}
 
 
 def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:
-    """The dtype of a product, and of bias and residual."""
     return x.dtype if scales is None else scales.out_dtype
 
 

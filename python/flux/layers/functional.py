@@ -15,12 +15,11 @@ import torch
 
 from flux import _deprecated
 from flux._sharded import local_parts
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, transforms
 from flux.comm.group import GroupLike, group_name, world_size
 from flux.layers.fp8 import Fp8, Quantised, gathered_products, summed_product, weight_grad_operands
 from flux.layers.fp8 import check as check_fp8
 from flux.layers.weight_grads import DeferredGrads, How, Operand, WeightGrads
-from flux.ops import autocast
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.all_reduce import all_reduce
@@ -124,7 +123,7 @@ def column_linear(
     how = _how(op, gradient_accumulation_fusion, deferred, weights, given)
     name = group_name(group, op)
     used = biases if any(each is not None for each in biases) else ()
-    if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
+    if not transforms.enabled(x.device):  # under autocast the operators check the operands after the cast
         checks.ag_gemm_args(op, x, weights, biases, False, 1)
     check_fp8(op, fp8, x)
     settings = ((name, sequence_parallel), save_gathered, how, fp8)
@@ -180,7 +179,7 @@ def row_linear(
     argument_types.flag(op, "sequence_parallel", sequence_parallel)
     how = _how(op, gradient_accumulation_fusion, deferred, [weight], given)
     name = group_name(group, op)
-    if not autocast.enabled(x.device):
+    if not transforms.enabled(x.device):
         checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     check_fp8(op, fp8, x)
     return cast(Tensor, _apply_row(x, weight, bias, (name, sequence_parallel), how, fp8))
@@ -227,7 +226,7 @@ class _Column(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.weight_grads = WeightGrads(tensors[:count], ctx.needs_input_grad[6:], *how)
         # Cast here, because the backward pass needs the operands of the GEMM.
-        x, *operands = autocast.cast_if_enabled(x, *tensors)
+        x, *operands = transforms.cast_if_enabled(x, *tensors)
         weights, biases = operands[:count], operands[count:]
         name, sequence_parallel = ctx.group = group
         needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
@@ -288,7 +287,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: How, fp8: Fp8 | None
     ) -> Tensor:
         ctx.weight_grads = WeightGrads([weight], ctx.needs_input_grad[1:], *how)
-        x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
+        x, weight, bias = transforms.cast_if_enabled(x, weight, bias)
         ctx.fp8, ctx.group = fp8, group
         name, sequence_parallel = group
         rows: Operand = x

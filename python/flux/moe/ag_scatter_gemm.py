@@ -18,9 +18,8 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.repeat import Recipe
-from flux.fp8 import packed_rows
 from flux.fp8 import scales as fp8
-from flux.fp8.packed_rows import Records
+from flux.fp8.scales import Records
 from flux.moe import two_level
 from flux.moe.layer import Layer, Operator, Slots, below, enter, known, register, remember
 from flux.moe.routing import ARRAYS, Routing, layout_of, tokens_of_rows
@@ -112,7 +111,7 @@ def in_parts(call: Layer) -> Tensor:
     how: dict[str, Any] = {"rows": tokens, "activation": call.activation}
     if scales is not None:
         of_rows = _gathered(fp8.of_elements(scales.x, call.x.shape[0]), limit, group)
-        how |= fp8.named(*scales._replace(x=of_rows))
+        how |= fp8.named(scales._replace(x=of_rows))
     return grouped_gemm.grouped_gemm(_gathered(call.x, limit, group), call.weight, routing.offsets, **how)
 
 
@@ -149,7 +148,7 @@ def _alone(workspace: None, plan: None, call: Layer, epoch: int, recipe: Recipe)
 
 def _records_of(call: Layer) -> Records | None:
     k = call.x.shape[1]
-    return call.scales and packed_rows.records_of(k, call.x.dtype, call.scales.scaling(k))
+    return call.scales and call.scales.scaling(k).records(k, call.x.dtype)
 
 
 def _packed(call: Layer) -> Tensor:

@@ -23,8 +23,8 @@ from flux.moe.rows import activation_grad, finish_activation, finish_rows, gathe
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm
-from flux.ops.grouped_wgrad import expert_grads
 from flux.ops.reduce_scatter import reduce_scatter
+from flux.ops.wgrad import expert_grads
 
 Tensor = torch.Tensor
 # Of gradients and inputs of all rows, and the offsets: what autograd gets for the weights.

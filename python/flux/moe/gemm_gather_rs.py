@@ -95,7 +95,7 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int,
     out = call.x.new_empty(routing.num_tokens, n, dtype=dtype)
     sizes = (routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):
-        options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
+        options = (symm_buffer, plan.tile, plan.columns[0][1], plan.communication_ctas, 0)
         arrays, scaled = routing[: len(ARRAYS)], fp8.for_kernel(call.x, call.scales)
         enqueue = functools.partial(_kernel, *operands, arrays, routing.weights, *sizes, *options, **scaled)
         enqueue()
@@ -162,7 +162,7 @@ class _Exchange(Slots):
     def run(self) -> Tensor:
         computed, rank = 0, self.layout.rank
         for chunk, peer, block in _native.core.moe_comm_units(
-            self.layout.world_size, rank, self._blocks, len(self._plan.chunks)
+            self.layout.world_size, rank, self._blocks, len(self._plan.columns)
         ):
             if chunk == computed:
                 self._compute(chunk)
@@ -174,11 +174,11 @@ class _Exchange(Slots):
         return self._out
 
     def _columns(self, chunk: int) -> slice:
-        first, size = self._plan.chunks[chunk]
+        first, size = self._plan.columns[chunk]
         return slice(first * BLOCK_N, min((first + size) * BLOCK_N, self._plan.n))
 
     def _compute(self, chunk: int) -> None:
-        first, size = self._plan.chunks[chunk]
+        first, size = self._plan.columns[chunk]
         x, scales, offsets = self._call.x, self._call.scales, self._routing.offsets.tolist()
         schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
         for expert, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):

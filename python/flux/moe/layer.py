@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
-from flux.calls import argument_types, checks
+from flux.calls import argument_types, checks, transforms
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import library
 from flux.comm import registry, repeat
@@ -18,8 +18,8 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.group import process_group
 from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
+from flux.fp8.products import WideWeight, wide_expert
 from flux.fp8.scales import Scales
-from flux.fp8.wide_product import WideWeight, wide_expert
 from flux.moe.routing import ARRAYS, TENSORS, Routing, check_routing, layout_of, same_routing
 from flux.ops import grouped_gemm
 from flux.ops.ways import int8_sum
@@ -113,7 +113,7 @@ def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
         check_routing(op.name, routing, x.device)
     if scaling:
         tensors = {"x": x, "weight": weight, "routing": routing.weights}
-        fp8.no_backward(op.name, **tensors, scale_x=scaling[0], scale_w=scaling[1])
+        checks.no_backward_with_scales(op.name, **tensors, scale_x=scaling[0], scale_w=scaling[1])
     local = routing.num_experts // routing.ep_size
     if weight.dim() == 3 and weight.shape[0] != local:
         what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
@@ -225,3 +225,4 @@ def register(op: Operator) -> None:
     for device in ("CPU", "CUDA"):
         library.impl(op.torch_operator, lambda *given: below(op, _of_arguments(op, *given)), device)
     torch.library.register_fake(f"flux::{op.torch_operator}", functools.partial(_fake, op), lib=library)
+    transforms.casts(op.torch_operator)

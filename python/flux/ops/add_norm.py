@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from flux import _native
+from flux.calls import front
 from flux.comm import repeat
 from flux.ops.norm_and_quant import row_norm
 
@@ -19,13 +20,8 @@ _VECTOR = 8  # elements of 16 bits that the kernel loads at once
 def add_norm_(
     total: Tensor, residual: Tensor, weight: Tensor, eps: float, within: repeat.Recipe | None = None
 ) -> Tensor:
-    """total += residual, rounded; returns the RMSNorm of total's rows (arXiv 1910.07467).
-
-    Args:
-        total: [rows, n].
-        residual: [rows, n].
-        weight: [n].
-        within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
+    """total += residual, rounded; returns the RMSNorm of total's rows (arXiv 1910.07467). total, residual:
+    [rows, n]. weight: [n]. within: as of front.below.
     """
     recipe = repeat.Recipe(_OP, {"total": total, "residual": residual, "weight": weight, "eps": eps}, within)
     done = None if within is not None else repeat.without_group().call_below(*recipe.given)
@@ -37,8 +33,7 @@ def add_norm_(
     out = torch.empty_like(total)
     enqueue = functools.partial(_kernel, total, residual, weight, eps, out)
     enqueue()
-    operands = [*recipe.numbers("total", "residual", "weight"), recipe.returns(out)]
-    repeat.remember(repeat.without_group(), recipe, enqueue, [operands])
+    front.remember("_add_norm", recipe, enqueue, results={"out": out})
     return out
 
 

@@ -173,13 +173,13 @@ def ag_gemm(
     outs: Any = None if out is None else list(out) if many else [out]
     answer = functools.partial(_answer, count, return_gathered)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        inputs = (x, weights, biases, transpose_weight, return_gathered)
-        done = calls.call(_OP, _invariance.active(), *ways.arguments(*inputs, outs, scaling))
+        flat = (scaling[0], *(scaling[1] or ()), *scaling[2:]) if scaling else ()
+        options = (transpose_weight, return_gathered, *(outs or (None,)), *flat)
+        done = calls.call(_OP, _invariance.active(), x, len(weights), *weights, *biases, *options)
         if done is not None:
             return answer(done)
     given = {"x": x, "weight": weights, "bias": biases, "transpose_weight": transpose_weight}
-    given |= {"return_gathered": return_gathered, "out": outs}
-    given |= dict(zip(fp8.NAMES, scaling, strict=False))
+    given |= {"return_gathered": return_gathered, "out": outs} | fp8.named(scaling)
     return front.enter(AG_GEMM, given, group, _complete, answer)
 
 
@@ -201,11 +201,9 @@ def _complete(given: dict[str, Any], group: GroupLike) -> None:
             for weight, bias in zip(weights, biases, strict=True)
         ]
     if given["out"] is not None and given["return_gathered"]:
-        scaling = {name: given[name] for name in fp8.NAMES if name in given}
-        scales = fp8.of_weights("ag_gemm", len(weights), **scaling)
-        p = process_group(group_name(group, "ag_gemm")).size()
-        checks.ag_gemm_args("ag_gemm", x, weights, biases, given["transpose_weight"], p, scales)
-        given["out"] += ways.new_gathered(x, [x.shape[0] * p, *x.shape[1:]], scales)
+        p, call = process_group(group_name(group, "ag_gemm")).size(), AG_GEMM.call_of(dict(given))
+        AG_GEMM.sizes(call, p)
+        given["out"] += ways.new_gathered(x, [x.shape[0] * p, *x.shape[1:]], call.scales)
 
 
-front.register(AG_GEMM, "_out")
+front.register(AG_GEMM, "_out", casts=True)

@@ -11,9 +11,9 @@ from flux.calls import front
 from flux.calls.dispatch import may_skip_dispatch
 from flux.comm import repeat
 from flux.comm.group import GroupLike, resolve_group
-from flux.ops.ways.all_gather import ALL_GATHER, AWAITED, Call
+from flux.ops.ways.all_gather import ALL_GATHER, Call
 
-_OP, _AWAITED = ALL_GATHER.number, AWAITED.number
+_OP = ALL_GATHER.number
 
 
 def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,7 +37,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         assert rows.shape == (2 * p, 64) and rows[2 * rank, 0] == rank
     """
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, out)
+        done = calls.call(_OP, _invariance.active(), x, out, False)
         if done is not None:
             return cast(torch.Tensor, done)
     return cast(torch.Tensor, front.enter(ALL_GATHER, {"x": x, "out": out}, group))
@@ -50,11 +50,11 @@ def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     if torch.compiler.is_compiling() or not may_skip_dispatch(x):
         return all_gather(x, group=group)
     if (calls := repeat.of(group)) is not None:
-        done = calls.call(_AWAITED, _invariance.active(), x, None)
+        done = calls.call(_OP, _invariance.active(), x, None, True)
         if done is not None:
             return cast(torch.Tensor, done)
     call = Call(x, None, True)
-    return cast(torch.Tensor, front.run(AWAITED, call, resolve_group(group, "all_gather")))
+    return cast(torch.Tensor, front.run(ALL_GATHER, call, resolve_group(group, "all_gather")))
 
 
 front.register(ALL_GATHER, "_out")

@@ -108,7 +108,7 @@ def all_reduce(
     if eps is None:
         eps = checks.norm_eps(x)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, eps, *quantised)
+        done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, eps, *quantised, out)
         if done is not None:
             return done
     norm_and_quant.check("all_reduce", norm_weight, out, quantised)

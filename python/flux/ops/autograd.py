@@ -98,9 +98,7 @@ def scattered_input_grad(
 
 
 def no_scales(op: str, scale_x: object) -> None:
-    """Refuses fp8 operands in a call that needs gradients. Public functions do so before they exchange
-    anything.
-    """
+    """Refuses fp8 operands in a call that needs gradients, which public functions do earlier."""
     if scale_x is not None:
         checks.fail(op, "scale_x", "None in a call that needs gradients", "a tensor")
 
@@ -160,15 +158,10 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     grad_x = None
     if used:
         gathers = any(needs_weights) and not ctx.saved_gathered
-        grad_x, gathered = gathered_input_grad(
-            used,
-            # Weights were not saved if x needs no gradient.
-            [weight for weight, grad in zip(weights, products, strict=False) if grad is not None],
-            ctx.transpose_weight,
-            ctx.group_name,
-            needs_x,
-            rows if gathers else None,
-        )
+        # Weights were not saved if x needs no gradient.
+        weights = [weight for weight, grad in zip(weights, products, strict=False) if grad is not None]
+        how = (ctx.transpose_weight, ctx.group_name, needs_x, rows if gathers else None)
+        grad_x, gathered = gathered_input_grad(used, weights, *how)
         rows = gathered if gathers else rows
     if needs_x and len(grads) > ctx.count and grads[-1] is not None:
         of_gathered = reduce_scatter(grads[-1], group=ctx.group_name)
@@ -180,10 +173,8 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     # For torch, a list that contains None is one argument without a gradient.
     grad_biases = None
     if isinstance(needs_biases, list):
-        grad_biases = [
-            bias_grad(grad) if needed and grad is not None else None
-            for grad, needed in zip(products, needs_biases, strict=False)
-        ]
+        each = zip(products, needs_biases, strict=False)
+        grad_biases = [bias_grad(grad) if needed and grad is not None else None for grad, needed in each]
     return none_for_rest(ctx, grad_x, grad_weights, grad_biases)
 
 
@@ -194,21 +185,13 @@ def _with_gather_backward(ctx: Any, grad: Tensor, of_gathered: Tensor) -> tuple[
     return grad_x, grad_weight, None, grad_rows, None
 
 
-def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, group=ctx.group_name), None
-
-
-def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return none_for_rest(ctx, all_gather(grad, group=ctx.group_name))
-
-
 _BACKWARDS: dict[str, Any] = {
     "gemm": _product_backward,
     "gemm_rs": _product_backward,
     "ag_gemm": _ag_gemm_backward,
     "gemm_rs_with_gather": _with_gather_backward,
-    "all_gather": _all_gather_backward,
-    "reduce_scatter": _reduce_scatter_backward,
+    "all_gather": lambda ctx, grad: none_for_rest(ctx, reduce_scatter(grad, group=ctx.group_name)),
+    "reduce_scatter": lambda ctx, grad: none_for_rest(ctx, all_gather(grad, group=ctx.group_name)),
 }
 for _name, _backward in _BACKWARDS.items():
     _of_name = _ag_gemm_setup if _name == "ag_gemm" else _setup(_name)

@@ -102,15 +102,13 @@ def _planned(op: str, device: torch.device, group: ProcessGroup | None, *problem
     if workspace is not None:
         return workspace_plan(workspace, op, *problem)
     m, n, k, dtype, transpose_weight, scaling = problem
-    sizes = (m, n, k, dtype, transpose_weight, world_size)
-    of_device = PlanInput(device.type, *sizes, scaling=scaling)
+    of_device = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, scaling=scaling)
     return plan_without_workspace(op, of_device, device, _invariance.active())
 
 
 def _scaling(
     op: str, dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
 ) -> Scaling | None:
-    """Checks the arguments of explain that describe operands."""
     if dtype not in FP8:
         if dtype not in checks.FLOATING:
             fail("explain", "dtype", "bfloat16, float16, float32, float64 or a float8", dtype)
@@ -127,10 +125,8 @@ def _scaling(
 def why_unfused(
     op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group_name: str, **how: Any
 ) -> str | None:
-    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
-
-    Takes some microseconds for a known problem. Arguments are not checked; they must be those of a call
-    that its operator accepts. how: transpose_weight and scaling, as of a Plan.
+    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call,
+    and without checks. how: transpose_weight and scaling, as of a Plan.
     """
     options = how.get("transpose_weight", False), how.get("scaling")
     plan = _planned(op, device, groups.process_group(group_name), m, n, k, dtype, *options)

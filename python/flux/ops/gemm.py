@@ -14,9 +14,8 @@ from flux._memory import aligned, readable_if_any, writable
 from flux.calls import checks, front
 from flux.comm import cuda, repeat
 from flux.fp8 import scales as fp8
+from flux.fp8.products import product, scaled_mm
 from flux.fp8.scales import Scales
-from flux.fp8.torch_product import scaled_mm
-from flux.fp8.wide_product import product
 from flux.plan.choose import PlanInput, plan_without_workspace, require
 
 Tensor = torch.Tensor
@@ -77,24 +76,12 @@ def gemm(
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
-        given = (GEMM.number, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
+        given = (GEMM.number, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         done = repeat.without_group().call(*given)
         if done is not None:
             return cast(Tensor, done)
-    return cast(Tensor, front.enter(GEMM, named(x, weight, bias, transpose_weight, out, scaling)))
-
-
-def named(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    out: Tensor | None,
-    scaling: tuple[Any, ...],
-) -> dict[str, Any]:
-    """Arguments by name, for flux.calls.front. scaling: as fp8.arguments returns it."""
-    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
-    return given | dict(zip(fp8.NAMES, scaling, strict=False))
+    named = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
+    return cast(Tensor, front.enter(GEMM, named | fp8.named(scaling)))
 
 
 def reference(
@@ -119,25 +106,6 @@ class Call(NamedTuple):
     scales: Scales | None = None
 
 
-def call_of(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    out: Any = None,
-    **scaling: Any,
-) -> Call:
-    return Call(x, weight, bias, transpose_weight, out, fp8.given(op, **scaling) if scaling else None)
-
-
-def known(call: Call) -> dict[str, Any]:
-    """The arguments of known calls."""
-    x, weight, bias, transpose_weight, out, scales = call
-    given = {"x": x, "weight": weight, "bias": bias, "out": out, "transpose_weight": transpose_weight}
-    return given if scales is None else given | fp8.by_name(scales)
-
-
 def sizes(op: str, call: Call, p: int) -> front.Sizes:
     """Checks a call of an operator that scatters rows over p ranks."""
     x, weight, bias, transpose_weight, _, scales = call
@@ -148,7 +116,8 @@ def matrices(call: Call, sizes: front.Sizes) -> Call:
     """A call whose operands are matrices, and scales canonical."""
     (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, call
     if scales is not None:
-        weight, transpose_weight, scales = fp8.canonical(weight, transpose_weight, scales)
+        weight, transpose_weight = weight.t() if transpose_weight else weight, False
+        scales = scales.canonical(n, k, call.transpose_weight)
     if x.dim() != 2:
         x = x.reshape(m, k)
         out = None if out is None else out.view(out.shape[:-1].numel(), n)
@@ -166,18 +135,14 @@ def run(call: Call, within: repeat.Recipe | None = None) -> None:
     """A call of matrices. within: of the call that this one is a part of (flux.comm.repeat)."""
     recipe = None
     if within is not None:
-        given = {"batch_invariant": _invariance.active(), **known(call)}
-        recipe = repeat.Recipe(GEMM.number, given, within)
+        recipe = repeat.Recipe(GEMM.number, front.known(call), within)
         recipe.out = call.out
     launch(call, recipe)
 
 
 def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: bool = False) -> None:
-    """A call of matrices: in the kernel, or with torch if that does not support it, and on CPUs.
-
-    Args:
-        recipe: of the call, if it is to be known (flux.comm.repeat).
-        weight_is_constant: as of the kernel.
+    """A call of matrices: in the kernel, or with torch if that does not support it, and on CPUs. recipe: of
+    the call, if it is to be known (flux.comm.repeat).
     """
     x, weight, bias, transpose_weight, out, scales = call
     if not x.is_cuda:
@@ -195,16 +160,11 @@ def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: 
         return
     target = writable(out)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
-    num_sms = _sms(x.device) - _left_free if _left_free else 0
-    scaled = fp8.for_kernel(x, scales)
-    how = (transpose_weight, plan.choice, num_sms)
-    enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
+    num_sms = cuda.num_sms(x.device) - _left_free if _left_free else 0
+    how = {"weight_is_constant": weight_is_constant, **fp8.for_kernel(x, scales)}
+    enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **how)
     enqueue()
-    read = dict(zip(("x", "weight", "bias"), operands, strict=False)) | scaled
-    if recipe is not None and target is out and recipe.in_place(**read):
-        written = recipe.returns(recipe.out, "out")
-        used = [*recipe.numbers("x", "weight", "bias"), written, *recipe.numbers("scale_x", "scale_w")]
-        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
+    front.remember("_gemm", recipe, enqueue)
     if target is not out:
         out.copy_(target)
 
@@ -238,7 +198,9 @@ def serving(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Tensor:
         out = x.new_empty(*shape)
         launch(matrices(Call(x, weight, None, False, out), found), None, is_constant)
         return out
-    choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
+    fits = x.dtype in (torch.bfloat16, torch.float16) and n % (2 * _ALIGNED) == k % _ALIGNED == 0
+    has_kernel = x.is_cuda and fits and not cuda.why_not(x.device)
+    choice = _gating_choice(m, n, k, cuda.num_sms(x.device)) if has_kernel else -1
     if choice < 0:
         gate, others = serving(x, weight).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * others
@@ -253,16 +215,9 @@ def in_graph(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _gating_choice(m: int, n: int, k: int, x: Tensor) -> int:
-    """Packed choice of a tile that has columns of a gate and of what it gates; -1: there is none."""
-    sizes = n % (2 * _ALIGNED) == k % _ALIGNED == 0
-    if not sizes or x.dtype not in (torch.bfloat16, torch.float16) or cuda.why_not(x.device):
-        return -1
-    return _gating(m, n, k, _sms(x.device))
-
-
 @functools.cache
-def _gating(m: int, n: int, k: int, num_sms: int) -> int:
+def _gating_choice(m: int, n: int, k: int, num_sms: int) -> int:
+    """Packed choice of a tile that has columns of a gate and of what it gates; -1: there is none."""
     found = _native.core.select_gemm(m, n, k, False, num_sms, swiglu=True)
     return int(found.packed) if found.split > 0 else -1
 
@@ -281,12 +236,7 @@ def leaving_free(sms: int) -> Iterator[None]:
         calls.paused = bool(kept)
 
 
-def _sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def unfused(call: Call) -> None:
-    """A call of matrices with torch."""
     x, weight, bias, transpose_weight, out, scales = call
     if scales is not None:
         scaled_mm(x, weight, bias, scales, out)
@@ -298,13 +248,6 @@ def unfused(call: Call) -> None:
         torch.addmm(bias, x, w, out=out)
 
 
-GEMM = front.Collective(
-    name="gemm",
-    call=functools.partial(call_of, "gemm"),
-    known=known,
-    sizes=functools.partial(sizes, "gemm"),
-    matrices=matrices,
-    alone=launch,
-)
-front.register(GEMM, "_out")
+GEMM = front.Collective("gemm", Call, functools.partial(sizes, "gemm"), matrices=matrices, alone=launch)
+front.register(GEMM, "_out", casts=True)
 _kernel: Any = torch.ops.flux._gemm.default

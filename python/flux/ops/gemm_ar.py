@@ -150,13 +150,13 @@ def gemm_ar(
     if eps is None:
         eps = checks.norm_eps(x)
     if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        options = (eps, out, transpose_weight, *scaling, *quantised)
-        done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
+        options = (residual, norm_weight, eps, *quantised, out, *scaling)
+        done = calls.call(_OP, _invariance.active(), x, weight, bias, transpose_weight, *options)
         if done is not None:
             return done
     norm_and_quant.check("gemm_ar", norm_weight, out, quantised)
-    given = plain.named(x, weight, bias, transpose_weight, out, scaling)
-    given |= {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
+    given |= {"residual": residual, "norm_weight": norm_weight, "eps": eps} | fp8.named(scaling)
     given |= dict(zip(norm_and_quant.NAMES, quantised, strict=False))
     return front.enter(GEMM_AR, given, group)
 
@@ -182,4 +182,4 @@ def serving(
     return all_reduce(product, group=pg, residual=residual, norm_weight=norm_weight, eps=eps)
 
 
-front.register(GEMM_AR, "_out", "_norm", "_quant")
+front.register(GEMM_AR, "_out", "_norm", "_quant", casts=True)

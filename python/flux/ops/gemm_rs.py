@@ -73,41 +73,32 @@ def gemm_rs(
         assert out.shape == (8, 32)  # [M/p, N]
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if wire is not None:
-        return _over_wire(x, weight, bias, transpose_weight, group, out, wire, scaling)
-    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
+    if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
+        done = calls.call(_OP, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         if done is not None:
             return cast(torch.Tensor, done)
-    given = plain.named(x, weight, bias, transpose_weight, out, scaling)
+    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
+    given |= fp8.named(scaling)
+    if wire is not None:
+        return _over_wire(given, group, wire)
     return cast(torch.Tensor, front.enter(GEMM_RS, given, group))
 
 
-def _over_wire(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_weight: bool,
-    group: GroupLike,
-    out: torch.Tensor | None,
-    wire: Literal["int8"],
-    scaling: tuple[Any, ...],
-) -> torch.Tensor:
-    of_scales: dict[str, Any] = fp8.named(*scaling) if scaling else {}
+def _over_wire(given: dict[str, Any], group: GroupLike, wire: Literal["int8"]) -> torch.Tensor:
+    """flux.gemm, then flux.reduce_scatter. given: arguments of gemm_rs by name."""
+    x, weight, bias, transpose_weight, out = (given[name] for name in plain.Call._fields[:5])
     if not torch.compiler.is_compiling():  # compiled, flux.gemm and flux.reduce_scatter check
-        tensors = {"x": x, "weight": weight, "bias": bias}
-        argument_types.check(
-            "gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, wire=wire, **of_scales
-        )
-        p, scales = resolve_group(group, "gemm_rs").size(), fp8.given("gemm_rs", *scaling)
-        shape, *_ = checks.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
-        int8_sum.check("gemm_rs", wire, fp8.result_dtype(x, scales))
-        if scales is not None:
-            fp8.no_backward("gemm_rs", **tensors, scale_x=scales.x, scale_w=scales.w)
+        argument_types.check("gemm_rs", **given, wire=wire)
+        call, read = GEMM_RS.call_of(dict(given)), {"x": x, "weight": weight, "bias": bias}
+        shape, *_ = GEMM_RS.sizes(call, resolve_group(group, "gemm_rs").size())
+        int8_sum.check("gemm_rs", wire, fp8.result_dtype(x, call.scales))
+        if call.scales is not None:
+            checks.no_backward_with_scales("gemm_rs", **read, scale_x=call.scales.x, scale_w=call.scales.w)
         if out is not None:
-            checks.out_arg("gemm_rs", out, shape, x, scales=scales)
-            checks.separate("gemm_rs", "out", out, x, weight, bias)
-            checks.no_backward_through_out("gemm_rs", **tensors, out=out)
+            checks.out_arg("gemm_rs", out, shape, x, scales=call.scales)
+            checks.separate("gemm_rs", "out", out, *read.values())
+            checks.no_backward_through_out("gemm_rs", **read, out=out)
+    of_scales = {name: given[name] for name in fp8.NAMES if name in given}
     partial = plain.gemm(x, weight, transpose_weight=transpose_weight, **of_scales)
     result = reduce_scatter(partial, group=group, out=out, wire=wire)
     if bias is None:
@@ -115,4 +106,4 @@ def _over_wire(
     return result + bias.to(result.dtype) if out is None else result.add_(bias)
 
 
-front.register(GEMM_RS, "_out")
+front.register(GEMM_RS, "_out", casts=True)

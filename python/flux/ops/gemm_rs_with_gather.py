@@ -35,16 +35,8 @@ def gemm_rs_with_gather(
 ) -> Pair:
     """flux.gemm_rs(x, weight) and flux.all_gather(rows), the second beside the first. A collective.
 
-    Args:
-        x, weight, group, transpose_weight: as in flux.gemm_rs.
-        rows: as x of flux.all_gather. Shards of 8 MiB and more go beside the GEMM, by copy engine. Smaller
-            ones come after it, and in a CUDA graph all do.
-
-    Returns:
-        [M/p, ..., N] and [p * rows, ...]: fresh tensors.
-
-    Raises:
-        ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
+    Shards of 8 MiB and more go beside the GEMM, by copy engine. Smaller ones come after it, and in a CUDA
+    graph all do. Returns [M/p, ..., N] and [p * rows, ...], fresh tensors.
     """
     given = {"x": x, "weight": weight, "transpose_weight": transpose_weight, "rows": rows}
     return cast(Pair, front.enter(BOTH, given, group))
@@ -60,19 +52,10 @@ class Call(NamedTuple):
     out: Any = None
 
 
-def _known(call: Call) -> dict[str, Any]:
-    return dict(zip(("x", "weight", "transpose_weight", "rows"), call, strict=False))
-
-
 def _sizes(call: Call, p: int) -> front.Sizes:
     shape, *sizes = checks.gemm_args("gemm_rs", call.x, call.weight, None, call.transpose_weight, p)
     m, n, k = sizes
     return (shape, checks.all_gather_args("all_gather", call.rows, p)), m, n, k
-
-
-def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
-    _, m, n, k = sizes
-    return _planned(workspace, m, n, k, call.transpose_weight, call.rows)
 
 
 def _planned(workspace: Workspace, m: int, n: int, k: int, transpose_weight: bool, rows: Tensor) -> Plan:
@@ -144,13 +127,12 @@ def _backward_beside(workspace: Workspace, rows: Tensor, n: int) -> bool:
 BOTH = front.Collective(
     name="gemm_rs_with_gather",
     call=Call,
-    known=_known,
     sizes=_sizes,
     results=lambda call, sizes, name: (call.x.new_empty(sizes[0][0]), call.rows.new_empty(sizes[0][1])),
-    plan=_plan,
+    plan=lambda workspace, call, sizes: _planned(workspace, *sizes[1:], call.transpose_weight, call.rows),
     ways={"beside": _both},
     alone=_alone,
 )
-front.register(BOTH)
+front.register(BOTH, casts=True, maps=False)
 _begin: Any = torch.ops.flux._begin_all_gather.default
 _finish: Any = torch.ops.flux._all_gather.default

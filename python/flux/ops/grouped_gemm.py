@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -12,12 +12,11 @@ from flux import _invariance, _native
 from flux._invariance import refuse
 from flux._log import say_once
 from flux._memory import aligned_experts, readable, taken
-from flux.calls import argument_types, checks
-from flux.calls.schemas import library
+from flux.calls import checks, front
 from flux.comm import cuda, repeat
 from flux.fp8 import scales as fp8
+from flux.fp8.products import wide_expert
 from flux.fp8.scales import Scales
-from flux.fp8.wide_product import wide_expert
 from flux.ops.quantize import dequantized
 from flux.plan.choose import PlanInput, can_run_fused
 
@@ -25,7 +24,6 @@ Tensor = torch.Tensor
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/activation.cuh
 NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
 _NAME = "grouped_gemm"
-_OP = repeat.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
@@ -79,21 +77,16 @@ def grouped_gemm(
     """
     scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
-        given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *scaling)
-        done: Tensor | None = repeat.without_group().call(*given)
+        known = (GROUPED_GEMM.number, _invariance.active(), x, weight, offsets, rows, activation)
+        done = repeat.without_group().call(*known, *scaling, None)
         if done is not None:
-            return done
-    of_scales = fp8.named(scale_x, scale_w, out_dtype, accumulate)
-    others = {"offsets": offsets, "rows": rows, "activation": activation}
-    argument_types.check(_NAME, x=x, weight=weight, **others, **of_scales)
-    if scaling:
-        fp8.no_backward(_NAME, x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
-    result: Tensor = _op(x, weight, offsets, rows, activation, *scaling)
-    return result
+            return cast(Tensor, done)
+    given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows, "activation": activation}
+    return cast(Tensor, front.enter(GROUPED_GEMM, given | fp8.named(scaling)))
 
 
 class Grouped(NamedTuple):
-    """A call. scales: as they were given; behind its checks, canonical."""
+    """The arguments of flux.grouped_gemm, the scales in one."""
 
     x: Tensor
     weight: Tensor
@@ -101,21 +94,9 @@ class Grouped(NamedTuple):
     rows: Tensor | None = None
     activation: str | None = None
     scales: Scales | None = None
+    out: Any = None
 
-    @classmethod
-    def of(cls, *arguments: Any, **named: Any) -> Grouped:
-        """A call, of the arguments of the torch operator; those from `rows` on may be missing."""
-        of_scales = {name: named.pop(name) for name in fp8.NAMES if name in named}
-        scales = fp8.given(_NAME, *arguments[5:], **of_scales)
-        return cls(*arguments[:5], **named)._replace(scales=scales)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the result."""
-        return fp8.result_dtype(self.x, self.scales)
-
-    def checked(self) -> list[int]:
-        """Checks the call; returns the shape of the result."""
+    def sizes(self, p: int = 1) -> front.Sizes:
         x, offsets, rows = self.x, self.offsets, self.rows
         columns = expert_weight(_NAME, x, self.weight, self.activation, self.scales)
         experts = self.weight.shape[0]
@@ -131,9 +112,10 @@ class Grouped(NamedTuple):
         for name, tensor in (("offsets", offsets), ("rows", rows)):
             if tensor is not None and tensor.device != x.device:
                 checks.fail(_NAME, name, f"device {x.device}, that of x", tensor.device)
-        return [(x if rows is None else rows).shape[0], columns]
+        m = (x if rows is None else rows).shape[0]
+        return [m, columns], m, columns, x.shape[1]
 
-    def canonical(self) -> Grouped:
+    def canonical(self, sizes: front.Sizes = ([], 0, 0, 0)) -> Grouped:
         """With scales as kernels read them."""
         if self.scales is None:
             return self
@@ -148,17 +130,25 @@ class Grouped(NamedTuple):
         return self._replace(x=taken(self.x, rows), rows=None, scales=scales)
 
 
-def reference(*arguments: Any, **named: Any) -> Tensor:
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None = None,
+    activation: str | None = None,
+    *scaling: Any,
+) -> Tensor:
     """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
-    the host. Arguments of the torch operator; those from `rows` on may be missing.
+    the host. scaling: as in ops.gemm.reference.
     """
-    call = Grouped.of(*arguments, **named)
-    return _by_expert(call.checked(), call.canonical())
+    call = Grouped(x, weight, offsets, rows, activation, fp8.given(_NAME, *scaling))
+    shape, *_ = call.sizes()
+    return _by_expert(shape, call.canonical())
 
 
 def _by_expert(shape: Sequence[int], call: Grouped) -> Tensor:
     x, rows = call.x, call.rows
-    out = x.new_zeros(shape, dtype=call.dtype)
+    out = x.new_zeros(shape, dtype=fp8.result_dtype(x, call.scales))
     bounds = checked_bounds(_NAME, call.offsets, shape[0])
     if rows is not None and bounds[-1] > 0:
         low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
@@ -173,11 +163,7 @@ def _by_expert(shape: Sequence[int], call: Grouped) -> Tensor:
 
 
 def expert_product(
-    x: Tensor,
-    weight: Tensor,
-    expert: int,
-    scales: Scales | None,
-    rows: slice | Tensor = slice(None),
+    x: Tensor, weight: Tensor, expert: int, scales: Scales | None, rows: slice | Tensor = slice(None)
 ) -> Tensor:
     """Rows x [m, k] times the weight of their expert, of weights [experts, n, k], in the wide type. scales:
     canonical, of all rows and experts; rows: which of them these are.
@@ -200,7 +186,6 @@ def checked_bounds(op: str, offsets: Tensor, count: int) -> list[int]:
 
 
 def activate(product: Tensor, activation: str | None) -> Tensor:
-    """The activation of products in their wide type."""
     if activation == "swiglu":
         gate, up = product.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
@@ -225,20 +210,9 @@ def expert_weight(
     if weight.dim() != 3:
         checks.fail(op, "weight", "3 dimensions [experts, n, k]", f"{weight.dim()}")
     if weight.shape[2] != x.shape[1]:
-        checks.fail(
-            op,
-            "weight",
-            f"[experts, n, k] with k = {x.shape[1]}, the last dimension of x",
-            f"shape {list(weight.shape)}",
-        )
-    if scales is not None:
-        scales.check_experts(op, x, weight)
-    else:
-        checks.floating(op, x, with_scales=True)
-        if weight.dtype != x.dtype:
-            checks.fail(op, "weight", f"dtype {x.dtype}, that of x", weight.dtype)
-    if weight.device != x.device:
-        checks.fail(op, "weight", f"device {x.device}, that of x", weight.device)
+        expected = f"[experts, n, k] with k = {x.shape[1]}, the last dimension of x"
+        checks.fail(op, "weight", expected, f"shape {list(weight.shape)}")
+    checks.operands(op, x, weight, scales)
     if activation is not None and activation not in ACTIVATIONS:
         checks.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
     n = weight.shape[1]
@@ -249,37 +223,18 @@ def expert_weight(
     return n // 2
 
 
-def _fake(*arguments: Any) -> Tensor:
-    call = Grouped.of(*arguments)
-    return call.x.new_empty(call.checked(), dtype=call.dtype)
-
-
-def _cuda(*arguments: Any) -> Tensor:
-    return _on_gpu(Grouped.of(*arguments))
-
-
 def below(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
-    """A call without gradients and without torch's dispatcher. within: of the call that this one is a part
-    of, if that is to be known (flux.comm.repeat).
-    """
-    return _on_gpu(call, within) if call.x.is_cuda else _by_expert(call.checked(), call.canonical())
+    return cast(Tensor, front.below(GROUPED_GEMM, call, None, within=within))
 
 
-def _on_gpu(call: Grouped, within: repeat.Recipe | None = None) -> Tensor:
-    *operands, scales = call
-    given = {"batch_invariant": _invariance.active(), **dict(zip(call._fields, operands, strict=False))}
-    recipe = repeat.Recipe(_OP, given | fp8.by_name(scales), within)
-    if within is None:
-        done: Tensor | None = repeat.without_group().call_below(*recipe.given)
-        if done is not None:
-            return done
-    shape = call.checked()
-    if 0 in shape or call.x.shape[1] == 0:
-        return call.x.new_zeros(shape, dtype=call.dtype)
-    call = call.canonical()
-    if _why_not(call, shape[1]) is not None:
+def _run(call: Grouped, recipe: repeat.Recipe) -> Any:
+    x, out = call.x, call.out
+    if not x.is_cuda:
+        return _by_expert(out.shape, call)
+    if 0 in (out.numel(), x.shape[1]):
+        return out.zero_()
+    if _why_not(call, out.shape[1]) is not None:
         return unfused(call.gathered())
-    out = call.x.new_empty(shape, dtype=call.dtype)
     launch(call, out, recipe=recipe)
     return out
 
@@ -309,30 +264,21 @@ def readable_weight(weight: Tensor, activation: str | None, scales: Scales | Non
 def launch(
     call: Grouped, out: Tensor, config: int = -1, num_sms: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
-    """Runs a checked call in the kernel.
-
-    Args:
-        config: id of a tile shape; -1: the cost model chooses.
-        recipe: of the call, if it is to be known (flux.comm.repeat).
-    """
-    x, weight, offsets, rows, activation, scales = call
+    """Runs a checked call in the kernel. config: id of a tile shape; -1: the cost model chooses."""
+    x, weight, offsets, rows, activation, scales, _ = call
     tiles = out.shape[0] // _BLOCK_M + weight.shape[0]  # of four words each, and their number
     schedule = torch.empty(4 * tiles + 1, dtype=torch.int32, device=x.device)
     operands = (readable(x), readable_weight(weight, activation, scales), offsets)
-    read = dict(zip(call._fields, (*operands, None if rows is None else rows.to(torch.int32)), strict=False))
-    options = (NUMBERS[activation], out, schedule, config, num_sms)
-    scaled = fp8.for_kernel(x, scales)
-    enqueue = functools.partial(_kernel, *read.values(), *options, **scaled)
+    numbers = (None if rows is None else rows.to(torch.int32), NUMBERS[activation])
+    options = (out, schedule, config, num_sms)
+    enqueue = functools.partial(_kernel, *operands, *numbers, *options, **fp8.for_kernel(x, scales))
     enqueue()
-    if recipe is not None and recipe.in_place(**read, **scaled):
-        written = [recipe.returns(out), recipe.allocates(schedule)]
-        used = [*recipe.numbers(*read), *written, *recipe.numbers("scale_x", "scale_w")]
-        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
+    front.remember("_grouped_gemm", recipe, enqueue)
 
 
 def unfused(call: Grouped) -> Tensor:
     """A call of rows in order with torch; on a GPU with torch's grouped GEMM."""
-    x, weight, offsets, _, activation, scales = call
+    x, weight, offsets, _, activation, scales, _ = call
     experts, n, k = weight.shape
     shape = [x.shape[0], n // 2 if activation == "swiglu" else n]
     if scales is None:
@@ -372,9 +318,13 @@ def torch_grouped_mm() -> Any:
     return getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
 
 
-library.impl("grouped_gemm", reference, "CPU")
-library.impl("grouped_gemm", _cuda, "CUDA")
-torch.library.register_fake("flux::grouped_gemm", _fake, lib=library)
-
-_op: Any = torch.ops.flux.grouped_gemm.default
+GROUPED_GEMM = front.Collective(
+    _NAME,
+    Grouped,
+    Grouped.sizes,
+    matrices=Grouped.canonical,
+    alone=_run,
+    answer=lambda call, made: made,
+)
+front.register(GROUPED_GEMM, casts=True)
 _kernel: Any = torch.ops.flux._grouped_gemm.default

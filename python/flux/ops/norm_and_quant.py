@@ -11,8 +11,8 @@ from flux._memory import wide_type
 from flux.calls import checks
 from flux.comm import repeat
 from flux.comm.workspace import Same
+from flux.fp8.products import by_rows
 from flux.fp8.scales import OLD_WORDS, Scales
-from flux.fp8.wide_product import by_rows
 from flux.ops import quantize as quantising
 from flux.plan.choose import takes
 
@@ -24,12 +24,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 class End(NamedTuple):
-    """The arguments of a call that say what follows the sum.
-
-    Attributes:
-        norm_weight: [n] of the RMSNorm, or None for the sum alone.
-        quant, quant_scale, ue8m0, return_norm: as those of flux.gemm_ar.
-    """
+    """The arguments of flux.gemm_ar that say what follows the sum; without norm_weight nothing does."""
 
     norm_weight: Tensor | None = None
     eps: float = 0.0
@@ -50,11 +45,10 @@ class End(NamedTuple):
             quantising.checked(op, x, self.quant, self.quant_scale, self.ue8m0, _E4M3, "quant_scale")
 
     def by_name(self) -> dict[str, Any]:
-        """The arguments of a quantisation, for flux.comm.repeat."""
-        return dict(zip(NAMES, self[2:], strict=True)) if self.quant else {}
+        """The arguments, those of a quantisation only if there is one, for flux.comm.repeat."""
+        return dict(zip(self._fields if self.quant else self._fields[:2], self, strict=False))
 
     def same(self) -> Same:
-        """What ranks compare of it."""
         facts: dict[str, Any] = {"norm_weight": self.norm_weight}
         if self.norm_weight is not None:
             facts["eps"] = self.eps
@@ -68,23 +62,18 @@ class End(NamedTuple):
         """
         if self.norm_weight is None:
             return total
-        if made is None:
-            made = Made(row_norm(total, self.norm_weight, self.eps))
+        made = made or Made(row_norm(total, self.norm_weight, self.eps))
         normalised = made.normalised.view(total.shape)
         if self.quant is None:
             return normalised, total
-        if made.quantised:
-            q = made.quantised[0].view(total.shape)
-            scale = made.quantised[1].view(quantising.scales_shape(total, self.quant))
-        else:
-            q, scale = quantising.empty(total, self.quant, _E4M3)
-            call = quantising.Call(normalised, self.quant, self.quant_scale, self.ue8m0, _E4M3, (q, scale))
-            quantising.run(call)
-        found = (q, scale, total)
-        return (*found, normalised) if self.return_norm else found
+        q, scale = made.quantised or quantising.empty(total, self.quant, _E4M3)
+        if not made.quantised:
+            how = (self.quant, self.quant_scale, self.ue8m0, _E4M3)
+            quantising.run(quantising.Call(normalised, *how, (q, scale)))
+        q, scale = q.view(total.shape), scale.view(quantising.scales_shape(total, self.quant))
+        return (q, scale, total, normalised) if self.return_norm else (q, scale, total)
 
     def fake(self, total: Tensor) -> Any:
-        """Tensors like the results of a call with a norm."""
         if self.quant is None:
             return torch.empty_like(total), total
         found = [*quantising.empty(total, self.quant, _E4M3), total]
@@ -101,7 +90,6 @@ class End(NamedTuple):
         return Made(torch.empty_like(total), (q, scale), parts)
 
     def for_kernel(self, made: Made | None) -> dict[str, Any]:
-        """What a kernel gets for the quantisation."""
         if made is None or self.quant is None or not made.quantised:
             return {}
         q, scale = made.quantised
@@ -114,26 +102,14 @@ class End(NamedTuple):
             "parts": made.parts,
         }
 
-    def remembered(self, recipe: repeat.Recipe, out: Tensor, made: Made | None) -> tuple[int, int, list[int]]:
-        """What a launch of a call that is to be known writes (flux.comm.repeat).
-
-        Args:
-            out: the sum, as the call returns it.
-            made: what the launch makes of it.
-
-        Returns:
-            The operands `out` and `residual_out` of the kernel, and those of the quantisation.
+    def by_kernel_name(self, out: Tensor, made: Made | None) -> dict[str, Tensor] | None:
+        """The results of a call, in their order, by the kernel's names for them, for front.remember. out: the
+        sum. made: what the kernel has made of it.
         """
         if made is None:
-            return recipe.returns(out, "out"), repeat.ABSENT, []
-        found = self.of(out, made)
-        if self.quant is None:
-            return recipe.returns(found[0]), recipe.returns(out), []
-        q, scale, total = map(recipe.returns, found[:3])
-        keep = recipe.returns if self.return_norm else recipe.allocates
-        norm = keep(made.normalised.view(out.shape))
-        parts = repeat.ABSENT if made.parts is None else recipe.allocates(made.parts)
-        return norm, total, [q, scale, recipe.number("quant_scale"), parts]
+            return None
+        names = ("out", "residual_out") if self.quant is None else ("q", "q_scale", "residual_out", "out")
+        return dict(zip(names, self.of(out, made), strict=False))
 
     def follows(self, recipe: repeat.Recipe, out: Tensor, found: Any) -> None:
         """As `remembered`, for a call whose launches end with the sum, and torch makes `found` of it."""
@@ -159,10 +135,8 @@ class End(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales.
-
-    Attributes:
-        parts: scratch memory for that.
+    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales, for which
+    `parts` is scratch memory.
     """
 
     normalised: Tensor
@@ -187,13 +161,11 @@ def check(op: str, norm_weight: Tensor | None, out: Tensor | None, quantised: tu
     if norm_weight is not None and out is not None:
         several = "several tensors" if quantised else "two tensors"
         checks.fail(op, "out", f"None with norm_weight, which returns {several}", "a tensor")
-    if not quantised:
-        return
-    if quantised[0] is None:
+    if quantised and quantised[0] is None:
         _, quant_scale, ue8m0, _ = quantised
         name = "quant_scale" if quant_scale is not None else "ue8m0" if ue8m0 else "return_norm"
         checks.fail(op, name, "the default without quant", "another value")
-    if norm_weight is None:
+    if quantised and norm_weight is None:
         checks.fail(op, "quant", "None without norm_weight (flux.quantize quantises a sum)", quantised[0])
 
 

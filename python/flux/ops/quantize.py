@@ -65,7 +65,7 @@ def quantize(
         assert out.shape == (8, 128) and out.dtype == torch.bfloat16
     """
     if not torch.compiler.is_compiling():
-        known = (QUANTIZE.number, _invariance.active(), x, quant, scale, ue8m0, dtype)
+        known = (QUANTIZE.number, _invariance.active(), x, quant, scale, ue8m0, dtype, None)
         done = repeat.without_group().call(*known)
         if done is not None:
             return cast(Pair, done)
@@ -108,7 +108,6 @@ def checked(
 
 
 def empty(x: Tensor, quant: str, dtype: torch.dtype) -> Pair:
-    """Memory for a result."""
     q, shape = x.new_empty(x.shape, dtype=dtype), scales_shape(x, quant)
     if quant == "group128":
         return q, empty_column_major(math.prod(shape[:-1]), shape[-1], x).view(shape)
@@ -146,11 +145,7 @@ def run(call: Call, recipe: repeat.Recipe | None = None) -> None:
     source, parts = readable(x), scratch(q, quant, scale)
     enqueue = functools.partial(_kernel, source, q, scales, QUANTS.index(quant), ue8m0, scale, parts)
     enqueue()
-    if recipe is not None and recipe.in_place(x=source):
-        used = [recipe.number("x"), recipe.returns(q), recipe.returns(scales), recipe.number("scale")]
-        if parts is not None:
-            used.append(recipe.allocates(parts))
-        repeat.remember(repeat.without_group(), recipe, enqueue, [used])
+    front.remember("_quantize", recipe, enqueue, results={"q": q, "q_scale": scales})
 
 
 def scratch(q: Tensor, quant: str, scale: Tensor | None) -> Tensor | None:
@@ -211,18 +206,16 @@ def _spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
 
 
 def dequantized(q: Tensor, scales: Tensor, quant: str) -> Tensor:
-    """The values that q stands for, in fp32."""
     return q.to(torch.float32) * _spread(scales, quant, q)
 
 
 QUANTIZE = front.Collective(
     name="quantize",
     call=Call,
-    known=lambda call: dict(zip(Call._fields[:5], call[:5], strict=True)),
     sizes=lambda call, p: ((), 0, 0, 0),
     results=_results,
     alone=run,
     differentiable=False,
 )
-front.register(QUANTIZE)
+front.register(QUANTIZE, maps=False)
 _kernel: Any = torch.ops.flux._quantize.default

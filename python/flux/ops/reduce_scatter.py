@@ -53,8 +53,8 @@ def reduce_scatter(
         rows = flux.reduce_scatter(torch.ones(2 * p, 64))
         assert rows.shape == (2, 64) and (rows == p).all()
     """
-    if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, out)
+    if not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
+        done = calls.call(_OP, _invariance.active(), x, out, wire)
         if done is not None:
             return cast(torch.Tensor, done)
     given = {"x": x, "out": out} | ({} if wire is None else {"wire": wire})

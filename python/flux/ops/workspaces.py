@@ -13,6 +13,7 @@ from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.registry import check_all as check_all
 from flux.comm.workspace import expecting_graphs, round_up
 from flux.ops.explain import current_device
 from flux.plan.choose import PlanInput, can_run_fused
@@ -181,11 +182,6 @@ def check(*, group: GroupLike = None) -> None:
     if _cuda.is_available() and _cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     registry.check(pg)
-
-
-def check_all() -> None:
-    """Raises what is known to have gone wrong on any group, as check does, but waits for no stream."""
-    registry.check_all()
 
 
 def rank_and_size(group_name: str) -> tuple[int, int]:

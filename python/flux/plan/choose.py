@@ -17,8 +17,8 @@ from flux import _env, _invariance, _native
 from flux.comm import cuda
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs
+from flux.fp8.products import why_not_torchs
 from flux.fp8.scales import BLOCK, Scaling
-from flux.fp8.torch_product import why_not_torchs
 from flux.measured import files
 from flux.measured.times import WAYS as ALL_WAYS
 from flux.measured.times import Model, Modelled, choose, scaled
@@ -80,33 +80,26 @@ def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
         return True, "ranks of one host share memory"
     if not problem.on_gpu:
         return False, f"no kernels for {problem.device_type} tensors"
-    row_bytes = k * dtype.itemsize
-    if op == "all_gather" and row_bytes >= 2**31:
-        return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
     if op == "all_gather":
+        row_bytes = k * dtype.itemsize
+        if row_bytes >= 2**31:
+            return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
         if row_bytes % _ROW_ALIGNMENT_BYTES:
             return False, f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"
         return True, "supported by the kernel"
-    if problem.scaling is not None:
-        return _can_scale_fused(op, problem, problem.scaling)
-    if dtype not in _KERNEL_DTYPES:
+    scaling, of_k, why = problem.scaling, _ALIGNMENT, ": TMA needs 16-byte aligned rows"
+    if scaling is not None:
+        if op != "gemm_ar" and not takes(op, "scale_x"):  # gemm_ar's product is flux.gemm's
+            return False, f"{op} has no kernel for float8 operands yet"
+        if scaling.out_dtype == torch.float32 and op in _IN_16_BITS:
+            return False, f"{_IN_16_BITS[op]} of 16 bits, not float32"
+        of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
+        why = f", which {scaling.kind} scales need"
+    elif dtype not in _KERNEL_DTYPES:
         return False, f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    for name, size in (("k", k), ("n", n)):
-        if size % _ALIGNMENT:
-            return False, f"{name} = {size} is not a multiple of {_ALIGNMENT}: TMA needs 16-byte aligned rows"
-    return True, "supported by the kernel"
-
-
-def _can_scale_fused(op: str, problem: PlanInput, scaling: Scaling) -> tuple[bool, str]:
-    """can_run_fused of fp8 operands on a GPU."""
-    if op != "gemm_ar" and not takes(op, "scale_x"):  # gemm_ar's product is flux.gemm's
-        return False, f"{op} has no kernel for float8 operands yet"
-    if scaling.out_dtype == torch.float32 and op in _IN_16_BITS:
-        return False, f"{_IN_16_BITS[op]} of 16 bits, not float32"
-    of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
-    for name, size, multiple in (("k", problem.k, of_k), ("n", problem.n, _ALIGNMENT)):
+    for name, size, multiple in (("k", k, of_k), ("n", n, _ALIGNMENT)):
         if size % multiple:
-            return False, f"{name} = {size} is not a multiple of {multiple}, which {scaling.kind} scales need"
+            return False, f"{name} = {size} is not a multiple of {multiple}{why}"
     return True, "supported by the kernel"
 
 
@@ -174,10 +167,11 @@ def workspace_plan(
     scaling: Scaling | None = None,
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
-    key = (op, m, n, k, dtype, transpose_weight, scaling, _invariance.active())
+    sizes = (m, n, k, dtype, transpose_weight, scaling)
+    key = (op, *sizes, _invariance.active())
     found: Planned | None = workspace.plans.get(key)
     if found is None:
-        problem = problem_of(workspace, m, n, k, dtype, transpose_weight, scaling)
+        problem = problem_of(workspace, *sizes)
         found = workspace.plans[key] = Planned(carried_by(workspace, planned(op, problem)))
         if workspace.rank == 0:
             _record(op, problem)
@@ -186,16 +180,14 @@ def workspace_plan(
 
 @functools.lru_cache(maxsize=4096)
 def plan_without_workspace(op: str, problem: PlanInput, device: torch.device, batch_invariant: bool) -> Plan:
-    """The plan of an operator without a group, and before a group's first call. A group whose calls never run
-    fused has no workspace to cache plans.
-
-    Args:
-        problem: without what depends on the device. batch_invariant: whether calls must be.
+    """The plan of an operator without a group, and before a group's first call; a group whose calls never run
+    fused has no workspace to cache plans. problem: without what depends on the device.
     """
+    facts: dict[str, Any] = {"tuning": files.local(device)}
     if problem.on_gpu:
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        problem = replace(problem, num_sms=num_sms, why_not=cuda.why_not(device))
-    problem = replace(problem, tuning=files.local(device))
+        facts["num_sms"] = cuda.num_sms(device)
+        facts["why_not"] = cuda.why_not(device)
+    problem = replace(problem, **facts)
     if problem.world_size == 1 and op not in SUMS:
         return planned("gemm", problem)
     transport = "not known before the group's first call, when the ranks ask each other"
@@ -233,13 +225,8 @@ def planned(op: str, problem: PlanInput) -> Plan:
 
 def ways_of(op: str) -> tuple[str, ...]:
     """The ways in which an operator of several ranks can run (flux.measured.times.WAYS)."""
-    return tuple(
-        way for way in ALL_WAYS if way in ("kernel", "torch") or (op, way) in WAYS or _has_parts(op, way)
-    )
-
-
-def _has_parts(op: str, way: str) -> bool:
-    return way == "parts" and op in _PARTS
+    usual = ("kernel", "torch", "parts") if op in _PARTS else ("kernel", "torch")
+    return tuple(way for way in ALL_WAYS if way in usual or (op, way) in WAYS)
 
 
 def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int]:
@@ -284,7 +271,7 @@ def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
         return None
     if way == "torch":
         return PLANNERS[op](replace(problem, why_not=reason))
-    if _has_parts(op, way):
+    if way == "parts" and op in _PARTS:
         return in_parts(op, problem, reason)
     return WAYS[op, way](problem, reason) if (op, way) in WAYS else None
 
@@ -314,31 +301,12 @@ def problem_of(
     transpose_weight: bool = False,
     scaling: Scaling | None = None,
 ) -> PlanInput:
-    """A problem of the ranks of a workspace."""
-    problem = PlanInput(
-        workspace.device.type,
-        m,
-        n,
-        k,
-        dtype,
-        transpose_weight,
-        workspace.world_size,
-        workspace.why_not,
-        workspace.num_sms,
-        workspace.transport,
-        workspace.tuning,
-        scaling,
-        workspace.left_free,
-    )
-    if not isinstance(workspace, NodesWorkspace):
-        return problem
-    return replace(
-        problem,
-        topology=workspace.topology,
-        engine=workspace.engine,
-        links=workspace.links,
-        nodes_way=workspace.way,
-    )
+    named = ("world_size", "why_not", "num_sms", "transport", "tuning", "left_free")
+    facts = {name: getattr(workspace, name) for name in named}
+    if isinstance(workspace, NodesWorkspace):
+        facts |= {name: getattr(workspace, name) for name in ("topology", "engine", "links")}
+        facts["nodes_way"] = workspace.way
+    return PlanInput(workspace.device.type, m, n, k, dtype, transpose_weight, scaling=scaling, **facts)
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:

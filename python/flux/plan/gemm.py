@@ -9,7 +9,6 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import round_up
-from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scaling
 from flux.plan.choose import PLANNERS, Plan, PlanInput, can_run_fused, chosen, select_tile
 
@@ -25,7 +24,6 @@ _GATHERED_PARTS = 4
 
 
 def plan_gemm(problem: PlanInput) -> Plan:
-    """The plan of a plain GEMM."""
     fused, reason = can_run_fused("gemm", problem)
     if not fused:
         return problem.plan("gemm", False, reason)
@@ -33,10 +31,9 @@ def plan_gemm(problem: PlanInput) -> Plan:
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
-    """The plan of a GEMM+ReduceScatter."""
     fused, reason = can_run_fused("gemm_rs", problem)
     if not fused:
-        return problem.plan("gemm_rs", False, reason, transport="torch.distributed.reduce_scatter_tensor")
+        return problem.unfused("gemm_rs", reason)
     m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
     choice = select_tile("gemm_rs", problem)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
@@ -57,10 +54,9 @@ def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtyp
 
 
 def plan_ag_gemm(problem: PlanInput) -> Plan:
-    """The plan of an AllGather+GEMM with one weight."""
     fused, reason = _can_gather_fused("ag_gemm", problem)
     if not fused:
-        return problem.plan("ag_gemm", False, reason, transport="torch.distributed.all_gather_into_tensor")
+        return problem.unfused("ag_gemm", reason)
     choice = select_tile("ag_gemm", problem)
     return problem.plan("ag_gemm", True, **(chosen(choice, reason) | _gathering(problem)))
 
@@ -70,7 +66,7 @@ def plan_all_gather(problem: PlanInput) -> Plan:
     problem = replace(problem, n=0, transpose_weight=False)
     fused, reason = _can_gather_fused("all_gather", replace(problem, n=1))
     if not fused:
-        return problem.plan("all_gather", False, reason, transport="torch.distributed.all_gather_into_tensor")
+        return problem.unfused("all_gather", reason)
     gathering = _gathering(problem)
     if gathering.get("copied"):
         # Rows are copied to the result while later rows arrive, so the last part should be small.
@@ -119,7 +115,7 @@ def ag_gemm_room(
         layout = _native.core.ag_gemm_layout(m, k, world_size, scale_columns=scaling.columns(k))
         return round_up(4 * layout.num_signals), round_up(layout.slot_bytes)
     if scaling is not None:
-        k = records_of(k, dtype, scaling).row_bytes
+        k = scaling.records(k, dtype).row_bytes
     layout = _native.core.ag_gemm_layout(m, k, world_size)
     # The layout counts in 2-byte elements.
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)

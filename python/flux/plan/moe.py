@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
-from flux.fp8.packed_rows import records_of
 from flux.fp8.scales import Scaling
 from flux.measured.times import Tuning, choose
-from flux.plan.choose import can_run_fused, problem_of
+from flux.plan.choose import Plan, can_run_fused, problem_of
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -33,39 +32,21 @@ def choose_parts(tuning: Tuning, op: str, ranks: int, dtype: int, m: int, n: int
 
 
 @dataclass(frozen=True)
-class MoePlan:
-    """How one layer runs. Implements flux.comm.workspace.Call.
+class MoePlan(Plan):
+    """How one layer runs.
 
-    m: tokens of all ranks. n, k: rows and columns of each expert's weight on one rank.
+    m: tokens of all ranks. n, k: rows and columns of each expert's weight on one rank. config: holds ep_size,
+    because ranks compare this field.
 
     Attributes:
-        chunks: first tile and number of tiles of each chunk of columns (layer 1).
+        columns: first tile and number of tiles of each chunk of columns (layer 1).
         tile: id of the tile shape; chunks are counted in its columns.
         communication_ctas: number of CTAs of a GPU that start with communication (layer 1).
     """
 
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    world_size: int
-    config: int  # holds ep_size, because ranks compare this field
-    by_flux: bool
-    reason: str
-    signal_bytes: int = 0
-    slot_bytes: int = 0
-    exchange_bytes: int = 0
-    transpose_weight: bool = False
-    scaling: Scaling | None = None
-    chunks: tuple[tuple[int, int], ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
     tile: int = 0
     communication_ctas: int = 0
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """As in flux.Plan."""
-        return self.dtype if self.scaling is None else self.scaling.out_dtype
 
 
 class LayerProblem(NamedTuple):
@@ -104,7 +85,7 @@ def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
         named += f", {scaling.kind} scales"
     if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
         fused, reason = False, found
-    plan = MoePlan(op, m, n, k, dtype, p, ep_size, fused, reason, scaling=scaling)
+    plan = MoePlan(**vars(problem.plan(op, fused, reason, config=ep_size)))
     if not fused:
         return plan
     core, tile, ctas, itemsize = _native.core, 0, 0, problem.result_dtype.itemsize
@@ -112,15 +93,14 @@ def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # columns of the rows that ranks exchange
         if scaling is not None:
-            columns, itemsize = records_of(k, dtype, scaling).row_bytes, 1
+            columns, itemsize = scaling.records(k, dtype).row_bytes, 1
         layout = core.MoeLayout(p, 0, ep_size, experts * ep_size, top_k, max_tokens)
         signals = core.MoeSendOrder(layout).signals
     else:
         rows = m * top_k // ep_size  # expected rows of a rank
         columns, block_n, operand_bytes = n, BLOCK_N, 2 if scaling is None else 1
-        ctas = core.moe_communication_ctas(
-            rows, max_tokens, experts, n, k, p, workspace.num_sms, operand_bytes
-        )
+        sizes = (max_tokens, experts, n, k, p)
+        ctas = core.moe_communication_ctas(rows, *sizes, workspace.num_sms, operand_bytes)
         if workspace.device.type == "cuda":
             # Count waves on the SMs without communication: an additional wave costs the time of a tile.
             tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas), operand_bytes)
@@ -129,11 +109,6 @@ def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
         blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.block_rows(max_tokens))
         signals = blocks * len(chunks)
     slot_bytes = core.ag_gemm_layout(m, columns, p).slot_bytes * itemsize // 2  # it counts in 2-byte elements
-    return replace(
-        plan,
-        signal_bytes=round_up(4 * (p - 1) * signals),
-        slot_bytes=round_up(slot_bytes),
-        chunks=chunks,
-        tile=tile,
-        communication_ctas=ctas,
-    )
+    signal_bytes, slot_bytes = round_up(4 * (p - 1) * signals), round_up(slot_bytes)
+    how: dict[str, Any] = {"columns": chunks, "tile": tile, "communication_ctas": ctas}
+    return replace(plan, signal_bytes=signal_bytes, slot_bytes=slot_bytes, **how)

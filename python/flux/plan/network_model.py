@@ -55,12 +55,10 @@ class TwoLevel:
 
     @property
     def reason(self) -> str:
-        """For users."""
         told = f"{self.topology}, exchange by {self.engine}, {self.schedule}"
         return told + (f" in {self.parts} parts" if self.parts > 1 else "")
 
     def lines(self) -> list[str]:
-        """The lines of an explanation."""
         found = [f"  exchange   {self.bytes_sent / 2**20:.2f} MiB from each rank to other nodes"]
         if self.us:
             found += [
@@ -94,13 +92,13 @@ def inside_us(nbytes: float, links: Links) -> float:
 def collective_us(nbytes: float, topology: Topology, links: Links) -> float:
     """A sum or gather of a tensor of so many bytes inside a node, by flux."""
     if topology.ranks == 1:
-        return _SMALL_KERNEL_US + 2 * nbytes / _MEMORY_BYTES_PER_US
+        return moved_us(nbytes)
     return _SMALL_COLLECTIVE_US + inside_us(nbytes * (topology.ranks - 1) / topology.ranks, links)
 
 
 def moved_us(nbytes: float) -> float:
     """A kernel that reads so many bytes, and writes them at other places."""
-    return _SMALL_KERNEL_US + 2 * nbytes / _MEMORY_BYTES_PER_US
+    return sum_us(nbytes, 1)
 
 
 def sum_us(nbytes: float, count: int) -> float:

@@ -27,13 +27,6 @@ CPU_PART_ROWS = 24
 # of it.
 CPU_NODE_SUM_BYTES = 1 << 10
 CPU_SHARD_BYTES = 1 << 14
-_FLAT = {
-    **dict.fromkeys(("gemm_rs", "reduce_scatter"), "torch.distributed.reduce_scatter_tensor"),
-    **dict.fromkeys(("ag_gemm", "all_gather"), "torch.distributed.all_gather_into_tensor"),
-    **dict.fromkeys(("gemm_ar", "all_reduce"), "torch.distributed.all_reduce"),
-}
-
-
 # By operator, the schedules between which plans choose.
 _BY_ROWS, _BY_SUMS = ("blocks", "one launch"), ("node sums", "shards", "composed")
 SCHEDULES = {
@@ -71,24 +64,23 @@ def _pick(
     topology, links = _levels(problem)
     possible, forced = list(ways), problem.tuning.forced
     wanted = [way for way in possible if way.schedule == forced] or possible
-    if problem.on_gpu:
-        best = min(wanted, key=lambda way: way.us)
-    else:
-        usual = [way for way in wanted if (way.schedule, way.parts) == (cpu, parts)]
-        best = (usual or wanted)[0]
+    usual = [way for way in wanted if (way.schedule, way.parts) == (cpu, parts)]
+    best = min(wanted, key=lambda way: way.us) if problem.on_gpu else (usual or wanted)[0]
     sms = NCCL_CTAS if problem.on_gpu else 0
     found = TwoLevel(
         topology, problem.engine, best.schedule, best.parts, sms, best.bytes_sent, best.us, flat_us, links
     )
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
+    # The model's choice between two-level and flat is not batch invariant.
+    by_model = problem.nodes_way == "auto" and forced is None and not _invariance.active()
     reason = ""
     if problem.nodes_way == "flat" or forced == "torch":
         reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
-    elif _by_model(problem) and best.us > network_model.MARGIN * flat_us > 0:
+    elif by_model and best.us > network_model.MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
     if reason:
-        return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
+        return problem.unfused(op, reason, candidates=candidates)
     facts = {"way": "two-level", "levels": found, "candidates": candidates, "config": 0}
     return problem.plan(op, True, found.reason, **facts)
 
@@ -119,15 +111,6 @@ def _pick_by_rows(
     return _pick(op, problem, found, 0.0, name, count)
 
 
-def _by_model(problem: PlanInput) -> bool:
-    """Whether the model decides between two-level and flat, which is not batch invariant."""
-    return problem.nodes_way == "auto" and problem.tuning.forced is None and not _invariance.active()
-
-
-def _refused(op: str, problem: PlanInput, reason: str) -> Plan:
-    return problem.plan(op, False, reason, transport=_FLAT[op])
-
-
 def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
     """A problem of the ranks of a node, in a launch that leaves SMs free."""
     ranks, free = _levels(problem)[0].ranks, NCCL_CTAS if problem.on_gpu else 0
@@ -138,16 +121,13 @@ def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
 def _inside_fused(op: str, problem: PlanInput) -> str | None:
     """Why the ranks of a node would not run a problem fused, or None."""
     if problem.world_size == 1:
-        fused, reason = can_run_fused(
-            op, replace(problem, n=problem.n or 1) if op == "all_gather" else problem
-        )
+        fused, reason = can_run_fused(op, replace(problem, n=1) if op == "all_gather" else problem)
         return None if fused else reason
     plan = PLANNERS[op](problem)
     return None if plan.by_flux else plan.reason
 
 
 def _gemm_us(problem: PlanInput, sms: int) -> float:
-    """A plain GEMM of a problem's sizes."""
     sizes = (problem.m, problem.n, problem.k, problem.transpose_weight)
     return float(_native.core.select_gemm(*sizes, num_sms=sms, **problem.operands).time_us)
 
@@ -178,14 +158,13 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
-    """The plan of a GEMM+ReduceScatter."""
     fused, reason = can_run_fused("gemm_rs", problem)
     topology, links = _levels(problem)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     if not fused:
-        return _refused("gemm_rs", problem, reason)
+        return problem.unfused("gemm_rs", reason)
     if why_not := _inside_fused("gemm_rs", _inside(problem, m=m // nodes)):
-        return _refused("gemm_rs", problem, why_not)
+        return problem.unfused("gemm_rs", why_not)
     shard = m // topology.world_size
     block_bytes = shard * n * itemsize
 
@@ -197,11 +176,8 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
                 continue
             first = _launch_us("gemm_rs", problem, m // nodes // parts, free=False)
             later = _launch_us("gemm_rs", problem, m // nodes // parts, free=True)
-            copied = (
-                network_model.moved_us(m // nodes // parts * problem.k * problem.dtype.itemsize)
-                if parts > 1
-                else 0.0
-            )
+            moved = m // nodes // parts * problem.k * problem.dtype.itemsize
+            copied = network_model.moved_us(moved) if parts > 1 else 0.0
             launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
             transfers = [block_bytes / parts] * len(launches)
             yield "blocks", parts, network_model.scatter_us(launches, transfers, own, add, links)
@@ -226,10 +202,10 @@ def _plan_gather(op: str, problem: PlanInput) -> Plan:
     topology, links = _levels(problem)
     m, k, nodes, itemsize = problem.m, problem.k, topology.nodes, problem.dtype.itemsize
     if not fused:
-        return _refused(op, problem, reason)
+        return problem.unfused(op, reason)
     for rows in (m // nodes, m):
         if why_not := _inside_fused(op, _inside(problem, m=rows)):
-            return _refused(op, problem, why_not)
+            return problem.unfused(op, why_not)
     shard_bytes = m // topology.world_size * k * itemsize
 
     def launch(rows: int, free: bool) -> float:
@@ -253,12 +229,11 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
     """The plan of a ReduceScatter of m * n elements. k does not matter."""
     topology, links = _levels(problem)
     elements = problem.m * problem.n
-    problem = replace(
-        problem, m=topology.world_size, n=elements // topology.world_size, k=0, transpose_weight=False
-    )
-    share, nodes, itemsize = problem.n, topology.nodes, problem.dtype.itemsize
+    p, share = topology.world_size, elements // topology.world_size
+    problem = replace(problem, m=p, n=share, k=0, transpose_weight=False)
+    nodes, itemsize = topology.nodes, problem.dtype.itemsize
     if why_not := _inside_sums_fused("reduce_scatter", problem, topology.ranks, share):
-        return _refused("reduce_scatter", problem, why_not)
+        return problem.unfused("reduce_scatter", why_not)
 
     def ways() -> Iterable[tuple[str, int, float]]:
         launch = network_model.collective_us(elements // nodes * itemsize, topology, links)
@@ -291,6 +266,13 @@ def padded(elements: int, topology: Topology) -> int:
     return round_up(elements, VECTOR * topology.world_size)
 
 
+def _node_sums(nbytes: int, topology: Topology, links: Links, gemm_us: float = 0.0) -> _Way:
+    sent = (topology.nodes - 1) * nbytes
+    us = gemm_us + network_model.collective_us(2 * nbytes, topology, links)
+    us += network_model.crossing_us(sent, links) + network_model.sum_us(nbytes, topology.nodes)
+    return _Way("node sums", 1, sent, us)
+
+
 def plan_all_reduce(problem: PlanInput) -> Plan:
     """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
     topology, links = _levels(problem)
@@ -299,11 +281,7 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
     itemsize = problem.dtype.itemsize
     nbytes, whole = elements * itemsize, padded(elements, topology) * itemsize
     why_not = _inside_sums_fused("all_reduce", problem, 1, elements)
-    ways = []
-    if why_not is None:
-        us = network_model.collective_us(2 * nbytes, topology, links)
-        us += network_model.crossing_us((nodes - 1) * nbytes, links) + network_model.sum_us(nbytes, nodes)
-        ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
+    ways = [] if why_not else [_node_sums(nbytes, topology, links)]
     for name, sent, columns in (
         ("shards", (nodes - 1) * whole // ranks, padded(elements, topology) // ranks),
         ("composed", 2 * sent_by_scatter(whole, topology), padded(elements, topology) // topology.world_size),
@@ -317,7 +295,7 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
         us = twice + crossing + network_model.sum_us(sent, 1)
         ways.append(_Way(name, 1, sent, us))
     if not ways:
-        return _refused("all_reduce", problem, why_not or "")
+        return problem.unfused("all_reduce", why_not or "")
     flat = network_model.flat_us(0.0, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
     return _pick("all_reduce", problem, ways, flat, _cpu_sum(nbytes, ways))
 
@@ -327,15 +305,11 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
     topology, links = _levels(problem)
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
-        return _refused("gemm_ar", problem, reason)
+        return problem.unfused("gemm_ar", reason)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     nbytes, row_bytes = m * n * itemsize, n * itemsize
     gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0
-    ways = []
-    if nbytes <= MAX_EXCHANGE_BYTES:
-        us = gemm + network_model.collective_us(2 * nbytes, topology, links)
-        us += network_model.crossing_us((nodes - 1) * nbytes, links) + network_model.sum_us(nbytes, nodes)
-        ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
+    ways = [_node_sums(nbytes, topology, links, gemm)] if nbytes <= MAX_EXCHANGE_BYTES else []
     for name, ranks in (("shards", topology.ranks), ("composed", topology.world_size)):
         rest = m % ranks
         if m < ranks or rest * row_bytes > MAX_EXCHANGE_BYTES:
@@ -346,12 +320,12 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
         if _inside_fused("all_gather", _inside(_of_sums(dealt))):
             continue
         tail = (nodes - 1) * rest * row_bytes
-        us, sent = _shared_us(name, dealt) if problem.on_gpu else (0.0, _shared_bytes(name, dealt))
+        us, sent = _shared(name, dealt)
         us += network_model.crossing_us(tail, links) + _SMALL_CALL_US if rest else 0.0
         ways.append(_Way(name, 1, sent + tail, us))
     if not ways:
         reason = f"the sum has {nbytes / 2**20:.0f} MiB, more than an exchange holds, and {m} rows"
-        return _refused("gemm_ar", problem, reason)
+        return problem.unfused("gemm_ar", reason)
     flat = network_model.flat_us(gemm, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
     return _pick("gemm_ar", problem, ways, flat, _cpu_sum(nbytes, ways))
 
@@ -361,30 +335,25 @@ _SMALL_CALL_US = 20.0
 
 
 def _of_sums(problem: PlanInput) -> PlanInput:
-    """The gather of the sums of a GEMM+AllReduce."""
     return replace(problem, k=problem.n, n=0, dtype=problem.result_dtype, scaling=None)
 
 
-def _shared_bytes(name: str, problem: PlanInput) -> int:
-    topology, _ = _levels(problem)
-    nbytes = problem.m * problem.n * problem.result_dtype.itemsize
-    if name == "shards":
-        return (topology.nodes - 1) * nbytes // topology.ranks
-    return 2 * sent_by_scatter(nbytes, topology)
-
-
-def _shared_us(name: str, problem: PlanInput) -> tuple[float, int]:
+def _shared(name: str, problem: PlanInput) -> tuple[float, int]:
     """Microseconds and bytes of a GEMM+AllReduce whose rows the ranks of a node, or all ranks, share."""
     topology, links = _levels(problem)
-    nbytes, sent = problem.m * problem.n * problem.result_dtype.itemsize, _shared_bytes(name, problem)
-    gathered = network_model.collective_us(nbytes, topology, links)
+    nbytes = problem.m * problem.n * problem.result_dtype.itemsize
+    sent, us = 2 * sent_by_scatter(nbytes, topology), 0.0
     if name == "shards":
-        launch = _launch_us("gemm_rs", problem, problem.m, free=False)
-        add = network_model.sum_us(nbytes / topology.ranks, topology.nodes)
-        return launch + network_model.crossing_us(sent, links) + add + gathered, sent
-    parts = [plan_gemm_rs(problem), plan_all_gather(_of_sums(problem))]
-    # Each may be flat.
-    return sum(plan.candidates[0][1] if plan.candidates else math.inf for plan in parts), sent
+        sent = (topology.nodes - 1) * nbytes // topology.ranks
+    if problem.on_gpu and name == "shards":
+        us = _launch_us("gemm_rs", problem, problem.m, free=False) + network_model.crossing_us(sent, links)
+        us += network_model.sum_us(nbytes / topology.ranks, topology.nodes)
+        us += network_model.collective_us(nbytes, topology, links)
+    elif problem.on_gpu:
+        parts = [plan_gemm_rs(problem), plan_all_gather(_of_sums(problem))]
+        # Each may be flat.
+        us = sum(plan.candidates[0][1] if plan.candidates else math.inf for plan in parts)
+    return us, sent
 
 
 def _cpu_sum(nbytes: int, ways: list[_Way]) -> str:
@@ -394,8 +363,7 @@ def _cpu_sum(nbytes: int, ways: list[_Way]) -> str:
         wanted = ["shards", "composed", "node sums"]
     if nbytes >= CPU_SHARD_BYTES:
         wanted = ["composed", "shards", "node sums"]
-    possible = [way.schedule for way in ways]
-    return next(name for name in wanted if name in possible)
+    return min((way.schedule for way in ways), key=wanted.index)
 
 
 NODES_PLANNERS |= {

@@ -22,6 +22,12 @@ RUNS = {
     "torch": "unfused",
     "two-level": "two-level",
 }
+# What carries the data of operators that torch runs.
+BY_TORCH = {
+    **dict.fromkeys(("gemm_rs", "reduce_scatter"), "torch.distributed.reduce_scatter_tensor"),
+    **dict.fromkeys(("ag_gemm", "all_gather"), "torch.distributed.all_gather_into_tensor"),
+    **dict.fromkeys(("gemm_ar", "all_reduce"), "torch.distributed.all_reduce"),
+}
 # The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
 
@@ -221,3 +227,8 @@ class PlanInput:
         given["way"] = "kernel" if by_flux else "torch"
         given["num_sms"] = self.num_sms if self.left_free else 0
         return Plan(op, by_flux=by_flux, reason=reason, **(given | facts))
+
+    def unfused(self, op: str, reason: str, **facts: Any) -> Plan:
+        """A plan to leave a problem of several ranks to torch."""
+        transport = "none (one rank)" if self.world_size == 1 else BY_TORCH[op]
+        return self.plan(op, False, reason, transport=transport, **facts)

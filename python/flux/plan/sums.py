@@ -30,7 +30,6 @@ KERNEL_ROWS = range(17, 257)
 _SOONER_ROWS, _SOONER_RANKS = range(48, 193), 4
 # Elements of the kernels' 16-byte vectors. On CPUs matrices of any dtype are padded to a multiple of it.
 VECTOR = 8
-_BY_TORCH = "torch.distributed.all_reduce"
 # Between more than two ranks, the time of a second trip with a norm over that without one. In a launch of
 # its own, an owner of a few rows has few CTAs to sum and normalise them; behind a GEMM, CTAs have less to sum
 # after two hops (docs/design/decode.md#one-shot-or-two-shot-with-a-norm).
@@ -48,7 +47,7 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
     """The plan of a GEMM+AllReduce. norm: with RMSNorm."""
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
-        return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
+        return problem.unfused("gemm_ar", reason)
     m, n, p, dtype = problem.m, problem.n, problem.world_size, problem.result_dtype
     sum_bytes = m * n * dtype.itemsize
     rest, invariant = m % p, _invariance.active()
@@ -62,17 +61,12 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
     if sum_bytes > MAX_EXCHANGE_BYTES:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {p} ranks"
-        return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
+        return problem.unfused("gemm_ar", reason)
     if not problem.on_gpu:
         return _by_exchange(problem, reason, norm=norm)
     if _has_kernel(problem) and p == _SOONER_RANKS and m in _SOONER_ROWS:
         return _by_exchange(problem, reason, norm=norm)
     return in_parts("gemm_ar", problem, "a product, then its sum: at least as soon as one kernel")
-
-
-def plan_gemm_ar_norm(problem: PlanInput) -> Plan:
-    """The plan of a GEMM+AllReduce with RMSNorm."""
-    return plan_gemm_ar(problem, norm=True)
 
 
 def _composed_from(problem: PlanInput, norm: bool) -> int:
@@ -111,24 +105,14 @@ def split_rows(m: int, n: int, dtype: torch.dtype) -> list[slice]:
     return [slice(first, min(first + rows, m)) for first in range(0, m, rows)]
 
 
-def plan_all_reduce(problem: PlanInput) -> Plan:
-    """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
-    return _summed(replace(problem, m=1, n=problem.m * problem.n))
-
-
-def plan_all_reduce_norm(problem: PlanInput) -> Plan:
-    """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. k does
-    not matter.
-    """
-    return _summed(problem, norm=True)
-
-
-def _summed(problem: PlanInput, *, norm: bool = False) -> Plan:
-    """The plan of an AllReduce of a matrix [m, n]. norm: with RMSNorm."""
+def plan_all_reduce(problem: PlanInput, *, norm: bool = False) -> Plan:
+    """The plan of an AllReduce of m * n elements, as one row; with RMSNorm of m rows. k does not matter."""
     problem = replace(problem, k=0, transpose_weight=False)
+    if not norm:
+        problem = replace(problem, m=1, n=problem.m * problem.n)
     fused, reason = _can_sum_fused("all_reduce", problem)
     if not fused:
-        return problem.plan("all_reduce", False, reason, transport=_by_torch(problem, _BY_TORCH))
+        return problem.unfused("all_reduce", reason)
     exchange = _exchanged(problem, alone=norm and problem.on_gpu, norm=norm)
     reason += f"; {exchange.pop('reason')}"
     return problem.plan("all_reduce", True, reason, config=_NO_TILE, **exchange)
@@ -141,20 +125,14 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
     problem = replace(problem, m=p, n=share, k=0, transpose_weight=False)
     fused, reason = _can_sum_fused("reduce_scatter", problem)
     if not fused:
-        transport = _by_torch(problem, "torch.distributed.reduce_scatter_tensor")
-        return problem.plan("reduce_scatter", False, reason, transport=transport)
+        return problem.unfused("reduce_scatter", reason)
     scatter = _native.core.ExchangeMode.SCATTER
     exchange = _native.core.exchange(p, round_up(share, VECTOR), p, scatter)
     room = _room(problem.device_type, exchange.bytes, p, problem.dtype)
     return problem.plan("reduce_scatter", True, reason, config=_NO_TILE, mode=int(scatter), **room)
 
 
-def _by_torch(problem: PlanInput, collective: str) -> str:
-    return "none (one rank)" if problem.world_size == 1 else collective
-
-
 def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
-    """Whether an exchange can sum x [m, n] over ranks, and the reason."""
     if problem.world_size == 1:
         return False, "one rank: x is the sum"
     elements, n = problem.m * problem.n, problem.n
@@ -169,9 +147,9 @@ def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
 
 PLANNERS |= {
     "gemm_ar": plan_gemm_ar,
-    "gemm_ar_norm": plan_gemm_ar_norm,
+    "gemm_ar_norm": functools.partial(plan_gemm_ar, norm=True),
     "all_reduce": plan_all_reduce,
-    "all_reduce_norm": plan_all_reduce_norm,
+    "all_reduce_norm": functools.partial(plan_all_reduce, norm=True),
     "reduce_scatter": plan_reduce_scatter,
 }
 for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
@@ -180,40 +158,23 @@ for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:
-    """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
-
-    `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
-    `norm`: with RMSNorm, which on GPUs is part of the kernel.
+    """How ranks sum a matrix [m, n], why, and the workspace sizes that they need. alone: a kernel without a
+    GEMM, which treats the matrix as one row, or distributes its rows over ranks. norm: with RMSNorm.
     """
-    core, m, world_size = _native.core, problem.m, problem.world_size
-    padded = round_up(problem.n, VECTOR)
-    rows, trip = m, 1.0
+    core, m, p, dtype = _native.core, problem.m, problem.world_size, problem.result_dtype
+    padded, rows, trip = round_up(problem.n, VECTOR), m, 1.0
     if norm and problem.on_gpu:
         trip = _TRIP_ALONE_WITH_NORM if alone else _TRIP_BEHIND_GEMM_WITH_NORM
-    if alone:
-        mode = _mode(1, m * padded, world_size, trip)
-        rows = round_up(m, world_size) if mode == core.ExchangeMode.TWO_SHOT else m
-    else:
-        mode = _mode(m, padded, world_size, trip)
-    name, other = "one-shot", "two-shot"
+    mode = _mode(1, m * padded, p, trip) if alone else _mode(m, padded, p, trip)
+    payload = m * padded * dtype.itemsize / 2**10
+    one = f"{payload * (p - 1):.1f} KiB in one trip"
+    two = f"{2 * payload * (p - 1) / p:.1f} KiB in two"
+    name, reason = "one-shot", f"one-shot sends {one}, two-shot would send {two}"
     if mode == core.ExchangeMode.TWO_SHOT:
-        name, other = other, name
-    payload = m * padded * problem.result_dtype.itemsize / 2**10
-    sent = {
-        "one-shot": f"{payload * (world_size - 1):.1f} KiB in one trip",
-        "two-shot": f"{2 * payload * (world_size - 1) / world_size:.1f} KiB in two",
-    }
-    return {
-        "transport": f"{problem.transport}, {name}",
-        "reason": f"{name} sends {sent[name]}, {other} would send {sent[other]}",
-        "mode": int(mode),
-        **_room(
-            problem.device_type,
-            core.exchange(rows, padded, world_size, mode).bytes,
-            world_size,
-            problem.result_dtype,
-        ),
-    }
+        name, reason = "two-shot", f"two-shot sends {two}, one-shot would send {one}"
+        rows = round_up(m, p) if alone else m
+    room = _room(problem.device_type, core.exchange(rows, padded, p, mode).bytes, p, dtype)
+    return {"transport": f"{problem.transport}, {name}", "reason": reason, "mode": int(mode), **room}
 
 
 def _mode(m: int, n: int, world_size: int, trip: float) -> Any:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
 from flux import _log
-from flux.ops import grouped_wgrad as ops
+from flux.ops import wgrad as ops
 
 TUNING = Path(__file__).parents[3] / "benchmarks/results/tuning"
 N, K, ROWS = 16, 24, 12

@@ -17,7 +17,7 @@ from fp8_layouts import LAYOUTS
 import flux
 from flux import _native
 from flux.fp8 import scales as fp8
-from flux.fp8 import torch_product
+from flux.fp8.products import why_not_torchs
 from flux.ops import gemm as ops
 from flux.plan.choose import planned
 from flux.plan.plan import PlanInput
@@ -294,7 +294,7 @@ def test_explain() -> None:
         flux.explain("gemm", 8, 160, 256, scales="row")
     with pytest.raises(ValueError, match="explain: accumulate: expected"):
         flux.explain("gemm", 8, 160, 256, E4M3, scales="row", accumulate="never")
-    assert torch_product.why_not_torchs(16, 32, "block") is not None
+    assert why_not_torchs(16, 32, "block") is not None
 
 
 @pytest.mark.parametrize("op", ["gemm", "gemm_rs", "ag_gemm", "gemm_ar"])

@@ -25,7 +25,6 @@ from flux.comm import cuda
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts
 from flux.measured.times import Tuning
-from flux.ops import grouped_gemm
 
 HERE = str(Path(__file__).parents[2])
 # Of a call through the public function: Python functions, C functions that these call, and new tensors.
@@ -121,7 +120,6 @@ def test_what_this_rank_s_part_of_experts_costs_the_host(
     """Four kernels, of which one call repeats two."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(cuda, "num_sms", lambda device: 132)
-    monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
     given = tensor(8, 64), ids, weights, tensor(4, 32, 64), tensor(4, 64, 16)
     alone = dist.new_group([0]).group_name

@@ -140,8 +140,6 @@ def test_kernels_are_given_the_same_without_a_group(
     name: str, machine: Machine, workspace: CudaWorkspace, gemms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(add_norm, "_fits", lambda *tensors: True)
-    # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
-    monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     call, given = without_group()[name]
     check_repeats(call, given, machine)
     assert len(gemms) + len(workspace.known) == 1
@@ -158,7 +156,7 @@ PYTHON, CPP = (1, 0), (0, 1)
 
 
 def test_a_gemm_on_some_of_the_sms_goes_through_python(machine: Machine, gemms: Any) -> None:
-    given = (plain.GEMM.number, False, tensor(2, 4, 64), tensor(16, 64), tensor(16), None, False)
+    given = (plain.GEMM.number, False, tensor(2, 4, 64), tensor(16, 64), tensor(16), False, None)
     flux.gemm(*given[2:5])
     with plain.leaving_free(4):
         assert gemms.call(*given) is None
@@ -180,13 +178,14 @@ def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspa
 def test_what_grouped_gemm_copies_is_not_repeated(machine: Machine, gemms: Any) -> None:
     x, weight, offsets = fp8(24, 256), fp8(4, 32, 256), tensor(5, dtype=torch.int32)
     rows = torch.zeros(24, dtype=torch.int64)
-    grouped_gemm._cuda(tensor(24, 64), tensor(4, 32, 64), offsets, rows, "swiglu")
-    grouped_gemm._cuda(x, weight, offsets, None, "silu", scale(24, 1), scale(1))  # one for each expert
+    flux.grouped_gemm(tensor(24, 64), tensor(4, 32, 64), offsets, rows=rows, activation="swiglu")
+    of_one = {"scale_x": scale(24, 1), "scale_w": scale(1)}  # the kernel reads one for each expert
+    flux.grouped_gemm(x, weight, offsets, activation="silu", **of_one)
     assert len(machine.dispatched) == 2 and len(gemms) == 0
     scaling = (scale(24, 1), scale(4), torch.bfloat16, "promoted")
-    grouped_gemm._cuda(x, weight, offsets, None, "silu", *scaling)
+    flux.grouped_gemm(x, weight, offsets, activation="silu", scale_x=scaling[0], scale_w=scaling[1])
     for activation, expected in (("silu", True), ("gelu", False), (None, False), ("sil", False), (0, False)):
-        call = (grouped_gemm._OP, False, x, weight, offsets, None, activation, *scaling)
+        call = (grouped_gemm.GROUPED_GEMM.number, False, x, weight, offsets, None, activation, *scaling, None)
         assert (gemms.call(*call) is not None) == expected
 
 
@@ -349,7 +348,7 @@ def test_a_call_that_cannot_be_repeated_now_goes_through_python(
     assert count(machine, call) == PYTHON
     machine.is_ready = True
     workspace._order.event = "event"
-    assert workspace.known.call(GEMM_RS.number, False, x, weight, None, None, False) is None
+    assert workspace.known.call(GEMM_RS.number, False, x, weight, None, False, None) is None
     workspace._order.event = None
     assert count(machine, call) == CPP
 
@@ -386,7 +385,7 @@ def test_streams_that_alternate_wait_for_each_other(
 def test_calls_of_other_threads_are_waited_for(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight = tensor(8, 64), tensor(16, 64)
     flux.gemm_rs(x, weight)
-    given = (GEMM_RS.number, False, x, weight, None, None, False)
+    given = (GEMM_RS.number, False, x, weight, None, False, None)
     tried: list[Any] = []
 
     def from_another_thread() -> None:

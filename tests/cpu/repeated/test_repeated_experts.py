@@ -31,8 +31,6 @@ OWN_KERNELS = ["moe_route", "grouped_gemm", "grouped_gemm", "moe_combine"]
 def on_gpu(gemms: Any, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(cuda, "num_sms", lambda device: 132)
-    # On tensors of CPUs, torch's dispatcher does not find the kernel of the first call.
-    monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
     workspace.tuning = NO_FACTS
 
 
@@ -264,7 +262,7 @@ def test_fewer_tokens_than_an_own_part_may_have(machine: Machine, computes: None
         machine.repeated.clear()
         ids, weights = layer.ids[:tokens], layer.weights[:tokens]
         made = flux.moe.route(ids, weights, EXPERTS, group=alone, max_tokens=12)
-        x = grouped_gemm._cuda(layer.x, layer.w13, made.offsets, made.rows, "swiglu")
+        x = flux.grouped_gemm(layer.x, layer.w13, made.offsets, rows=made.rows, activation="swiglu")
         result = flux.moe.gemm_gather_rs(x, layer.w2, made)
         assert torch.equal(result.float(), layer.expected()[:tokens])
     assert names(machine.repeated) == OWN_KERNELS

@@ -102,8 +102,8 @@ def test_another_quantisation_is_not_taken_for_a_known_one(machine: Machine, alo
             (x.half(), quant, given, False, e4m3),
             (x, quant + "8", given, False, e4m3),
         ):
-            assert alone.call(quantize.QUANTIZE.number, False, *other) is None
-        assert alone.call(quantize.QUANTIZE.number, False, x, quant, given, False, e4m3) is not None
+            assert alone.call(quantize.QUANTIZE.number, False, *other, None) is None
+        assert alone.call(quantize.QUANTIZE.number, False, x, quant, given, False, e4m3, None) is not None
 
 
 def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, alone: Any) -> None:

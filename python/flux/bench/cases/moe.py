@@ -294,7 +294,7 @@ def plan_dict(plan: MoePlan) -> dict[str, Any]:
     """A plan, as a result file says it."""
     return {
         "fused": plan.by_flux,
-        "config": f"{len(plan.chunks)} chunks of columns",
+        "config": f"{len(plan.columns)} chunks of columns",
         "reason": plan.reason,
         "candidates": [],
     }

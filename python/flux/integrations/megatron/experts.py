@@ -16,14 +16,14 @@ import torch
 
 from flux._log import say_once
 from flux._memory import padded
+from flux.calls import transforms
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import OfWeights, TokensOf, Wanted, layer0_grads, layer1_grads, own_scores_grad
 from flux.moe.routing import TENSORS, Routing, tokens_of_rows
 from flux.moe.rows import activate_rows
-from flux.ops import autocast
 from flux.ops.all_gather import all_gather
-from flux.ops.grouped_wgrad import add_expert_grads, expert_grads, uses_kernel
+from flux.ops.wgrad import add_expert_grads, expert_grads, uses_kernel
 
 Tensor = torch.Tensor
 # Up to so many elements of an expert, torch adds the main_grads of all experts by one launch: a GPU adds as
@@ -96,7 +96,7 @@ class _Layer(torch.autograd.Function):
         ctx.collecting, ctx.deferred = weights if collect else (), deferred
         ctx.leaves = () if deferred is None else weights
         weight, ctx.places = stacked(weights)
-        x, weight = autocast.cast_if_enabled(x, weight)
+        x, weight = transforms.cast_if_enabled(x, weight)
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[:TENSORS], scores, *weights)
         if ctx.activation is not None:

@@ -14,11 +14,10 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from flux._log import say_once
-from flux.calls import argument_types
+from flux.calls import argument_types, transforms
 from flux.fp8.scales import OUT
 from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
-from flux.ops import autocast
 from flux.ops.workspaces import expect_graphs
 
 try:
@@ -144,7 +143,7 @@ class FluxLinear(_Module):  # type: ignore[misc]
             return never
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
-        if autocast.enabled(x.device):
+        if transforms.enabled(x.device):
             return None
         if x.dtype not in (OUT if self._fp8() else DTYPES) or weight.dtype != x.dtype:
             return f"x is {x.dtype} and the weight {weight.dtype}"

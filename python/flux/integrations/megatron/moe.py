@@ -18,12 +18,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
+from flux.calls import transforms
 from flux.integrations.megatron.experts import SharedTokens, expert_layer, lay_out
 from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, prepare_capture, tell
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
-from flux.ops import autocast
 
 Tensor = torch.Tensor
 _LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
@@ -153,7 +153,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         below = self._look_below()
         if not all(_only_fetches(hook) for _, hook in below.hooks()):
             return "hooks run before its experts"  # flux does not call these modules
-        if autocast.enabled(x.device):
+        if transforms.enabled(x.device):
             return None
         if x.dtype not in DTYPES or below.dtypes() != {x.dtype}:
             return f"x is {x.dtype}, and its experts are another type or none that flux takes"

@@ -22,9 +22,8 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
-from flux.fp8.packed_rows import records_of
+from flux.fp8.products import WideWeight
 from flux.fp8.scales import Scales
-from flux.fp8.wide_product import WideWeight
 from flux.ops import gemm as plain
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import two_level
@@ -38,16 +37,13 @@ _OP = "ag_gemm"
 
 
 class Call(NamedTuple):
-    """The arguments of flux.ag_gemm for a list of weights, the scales in one for each.
-
-    Attributes:
-        biases: one, which may be None, for each weight, or none at all.
-        out: a list: products, then the gathered x if that is asked for, and its scales.
+    """The arguments of flux.ag_gemm for a list of weights, the scales in one for each. bias: one, which may
+    be None, for each weight, or none at all. out: products, then what is gathered, if that is asked for.
     """
 
     x: Tensor
-    weights: Tensors
-    biases: Biases
+    weight: Tensors
+    bias: Biases
     transpose_weight: bool
     return_gathered: bool = False
     out: Any = None
@@ -55,75 +51,15 @@ class Call(NamedTuple):
 
     @property
     def products(self) -> list[Tensor]:
-        return self.out[: len(self.weights)]  # type: ignore[no-any-return]
+        return self.out[: len(self.weight)]  # type: ignore[no-any-return]
 
     @property
     def gathered(self) -> list[Tensor]:
-        return self.out[len(self.weights) :]  # type: ignore[no-any-return]
+        return self.out[len(self.weight) :]  # type: ignore[no-any-return]
 
     def each(self) -> Iterable[tuple[Tensor, Tensor | None, Tensor, Scales | None]]:
-        """Weight, bias, product and scales of each GEMM."""
-        scales = self.scales or (None,) * len(self.weights)
-        return zip(self.weights, self.biases, self.products, scales, strict=True)
-
-
-def call_of(
-    x: Tensor,
-    weight: Tensors,
-    bias: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    out: Any = None,
-    **scaling: Any,
-) -> Call:
-    scales = fp8.of_weights(_OP, len(weight), **scaling)
-    return Call(x, weight, bias, transpose_weight, return_gathered, out, scales)
-
-
-def arguments(
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    return_gathered: bool,
-    outs: Tensors | None = None,
-    scaling: tuple[Any, ...] = (),
-) -> tuple[Any, ...]:
-    """The arguments of a known call, as `_names` has them. scaling: as fp8.arguments returns it, with a list
-    of scales.
-    """
-    if scaling:
-        scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
-    biases = biases or (None,) * len(weights)
-    return (len(weights), transpose_weight, return_gathered, x, *weights, *biases, *scaling, *(outs or ()))
-
-
-@functools.cache
-def _names(weights: int, biases: int, scales: int, outs: int) -> tuple[str, ...]:
-    listed = [f"weight[{i}]" for i in range(weights)] + [f"bias[{i}]" for i in range(biases)]
-    if scales:
-        listed += ["scale_x", *(f"scale_w[{i}]" for i in range(scales)), "out_dtype", "accumulate"]
-    return ("count", "transpose_weight", "return_gathered", "x", *listed, *(f"out[{i}]" for i in range(outs)))
-
-
-def _known(call: Call) -> dict[str, Any]:
-    scales, given = call.scales, call[:6]
-    scaling = (scales[0].x, [each.w for each in scales], *scales[0][2:]) if scales else ()
-    biases = len(call.biases or call.weights)
-    names = _names(len(call.weights), biases, len(scales), len(call.out or ()))
-    return dict(zip(names, arguments(*given, scaling), strict=True))
-
-
-def _sizes(call: Call, p: int) -> front.Sizes:
-    x, weights, biases, transpose_weight, _, _, scales = call
-    return checks.ag_gemm_args(_OP, x, weights, biases, transpose_weight, p, scales)
-
-
-def new_products(x: Tensor, shapes: list[list[int]], scales: Sequence[Scales]) -> list[Tensor]:
-    """Memory for the products."""
-    if not scales:
-        return [x.new_empty(*shape) for shape in shapes]
-    return [x.new_empty(*shape, dtype=scales[0].out_dtype) for shape in shapes]
+        scales = self.scales or (None,) * len(self.weight)
+        return zip(self.weight, self.bias, self.products, scales, strict=True)
 
 
 def new_gathered(x: Tensor, shape: list[int], scales: Sequence[Scales]) -> list[Tensor]:
@@ -131,36 +67,40 @@ def new_gathered(x: Tensor, shape: list[int], scales: Sequence[Scales]) -> list[
     gathered = x.new_empty(shape)
     if not scales:
         return [gathered]
-    columns = scales[0].scaling(x.shape[-1]).columns(x.shape[-1])
-    rows = math.prod(shape[:-1])
-    flat = x.new_empty(rows, 1, dtype=torch.float32)
-    if columns != 1:
-        flat = fp8.empty_column_major(rows, columns, x)
-    return [gathered, flat.view(*shape[:-1], columns)]
+    columns, rows = scales[0].scaling(x.shape[-1]).columns(x.shape[-1]), math.prod(shape[:-1])
+    if columns == 1:
+        return [gathered, x.new_empty(*shape[:-1], 1, dtype=torch.float32)]
+    return [gathered, fp8.empty_column_major(rows, columns, x).view(*shape[:-1], columns)]
 
 
 def _results(call: Call, sizes: front.Sizes, op: str) -> list[Tensor]:
     (shapes, *_), (x, *_, outs, scales) = sizes, call
     gathered = [shapes[0][0], *x.shape[1:]]
     if outs is None:
-        made = new_products(x, shapes, scales)
+        dtype = scales[0].out_dtype if scales else x.dtype
+        made = [x.new_empty(*shape, dtype=dtype) for shape in shapes]
         return made + new_gathered(x, gathered, scales) if call.return_gathered else made
     count, kept = len(shapes), 0 if not call.return_gathered else 2 if scales else 1
     if len(outs) != count + kept:
         checks.fail(op, "out", f"{count + kept} tensors", f"{len(outs)}")
-    for i, (out, shape) in enumerate(zip(outs, shapes, strict=False)):
+    for i, shape in enumerate(shapes):
         which = f"[{i}]" if count > 1 else ""
-        checks.out_arg(op, out, shape, x, which, scales[0] if scales else None)
+        checks.out_arg(op, outs[i], shape, x, which, scales[0] if scales else None)
     if kept:
         checks.out_arg(op, outs[count], gathered, x, "[gathered]")
     return list(outs)
 
 
 def _matrices(call: Call, sizes: front.Sizes) -> Call:
-    (_, m, *_), (x, weights, biases, transpose_weight, gathers, out, scales) = sizes, call
+    (_, m, ns, k), (x, weights, biases, transpose_weight, gathers, out, scales) = sizes, call
     biases = biases or (None,) * len(weights)
     if scales:
-        weights, transpose_weight, scales = canonical(weights, transpose_weight, scales)
+        made: list[Scales] = []
+        for scale, n in zip(scales, ns, strict=True):
+            scale = scale._replace(x=made[0].x) if made else scale  # laid out once
+            made.append(scale.canonical(n, k, transpose_weight))
+        weights = [weight.t() for weight in weights] if transpose_weight else weights
+        transpose_weight, scales = False, made
     if x.dim() != 2:
         x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         out = [each.view(m, each.shape[-1]) for each in out]
@@ -175,10 +115,7 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
 
 def plan_of(workspace: Workspace, m: int, ns: tuple[int, ...], *rest: Any) -> Plan:
     """The plan of the gather, on which ranks must agree, and in it those of several weights. Then its n is
-    the sum of their columns. If one of them cannot run fused, none does.
-
-    Args:
-        rest: of workspace_plan, from k on.
+    the sum of their columns. If one of them cannot run fused, none does. rest: of workspace_plan, from k on.
     """
     if len(ns) > 1 and workspace.topology is None:
         each = [carried_by(workspace, plan_ag_gemm(problem_of(workspace, m, n, *rest))) for n in ns]
@@ -191,27 +128,13 @@ def plan_of(workspace: Workspace, m: int, ns: tuple[int, ...], *rest: Any) -> Pl
     return workspace_plan(workspace, _OP, m, sum(ns), *rest)
 
 
-def canonical(
-    weights: Tensors, transpose_weight: bool, scales: Sequence[Scales]
-) -> tuple[list[Tensor], bool, list[Scales]]:
-    """As fp8.canonical, for several weights of one x."""
-    found: list[Tensor] = []
-    made: list[Scales] = []
-    for weight, scale in zip(weights, scales, strict=True):
-        n, k = weight.shape[::-1] if transpose_weight else weight.shape
-        shared = scale._replace(x=made[0].x) if made else scale
-        made.append(shared.canonical(n, k, transpose_weight))
-        found.append(weight.t() if transpose_weight else weight)
-    return found, False, made
-
-
 class Rows:
     """Rows [rows, k] as they are sent where the kernel does not: alone, or beside their canonical scales."""
 
     def __init__(self, x: Tensor, scales: Sequence[Scales]) -> None:
         self.sent, self._form = x, None
         if scales:
-            self._form = records_of(x.shape[1], x.dtype, scales[0].scaling(x.shape[1]))
+            self._form = scales[0].scaling(x.shape[1]).records(x.shape[1], x.dtype)
             self.sent = self._form.pack(x, scales[0].x).view(x.dtype)
 
     def everybody(self, group: ProcessGroup, gathered: Tensors) -> Tensor:
@@ -225,7 +148,6 @@ class Rows:
         return sent if self._form is None else self._form.rows(sent.view(torch.uint8))
 
     def scale(self, sent: Tensor) -> Tensor | None:
-        """Their scales [rows, scales of a row]."""
         return None if self._form is None else self._form.scales(sent.view(torch.uint8))
 
     def copy(self, everybody: Tensor, gathered: Tensors) -> None:
@@ -236,14 +158,12 @@ class Rows:
                 out.copy_(found)
 
     def received(self, sent: Tensor, call: Call, outs: Tensors) -> Call:
-        """The call for rows that were sent."""
         scale = self.scale(sent)
         scales = [] if scale is None else [each._replace(x=scale) for each in call.scales]
         return call._replace(x=self.rows(sent), out=list(outs), scales=scales)
 
 
 def alone(call: Call) -> None:
-    """The call in a group of one rank."""
     _products(call, plain.run)
     if call.gathered:
         rows, *scale = call.gathered
@@ -258,12 +178,10 @@ def _products(call: Call, by: Callable[..., None]) -> None:
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """With torch."""
     _one_by_one(call, workspace.group, gather.unfused, plain.unfused if call.x.is_cuda else plain.run)
 
 
 def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
-    """As all_gather and gemm."""
     _returned(recipe)
     also = {**recipe.same, "n": float(plan.n)}
     all_gather = functools.partial(gather.call, also=also, within=recipe)
@@ -271,12 +189,11 @@ def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repe
     if isinstance(workspace, CudaWorkspace) and not call.scales:  # which torch packs beside the rows
         if not call.gathered:
             recipe.allocates(everybody)
-        workspace.remember_parts(recipe, 1 + len(call.weights))
+        workspace.remember_parts(recipe, 1 + len(call.weight))
     return recipe.out
 
 
 def _returned(recipe: repeat.Recipe) -> list[int]:
-    """The operands for the results of a call."""
     return [recipe.returns(out, f"out[{i}]") for i, out in enumerate(recipe.out)]
 
 
@@ -293,7 +210,6 @@ def _one_by_one(
 
 
 def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """Among nodes, then inside each."""
     rows = Rows(call.x, call.scales)
 
     def inside(sent: Tensor, outs: Tensors) -> None:
@@ -378,7 +294,7 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
     """The kernel's work on the CPU, tile by tile."""
     rows = Rows(call.x, call.scales)
     arrivals = gather.Arrivals(workspace, plan, epoch, rows.sent)
-    plans = plan.parts or (plan,) * len(call.weights)
+    plans = plan.parts or (plan,) * len(call.weight)
     for of_weight, (weight, bias, out, scale) in zip(plans, call.each(), strict=True):
         wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
         _compute_tiles(arrivals, rows, workspace.rank, of_weight, wide_w, bias, out)
@@ -417,14 +333,15 @@ def _compute_tiles(
 
 AG_GEMM = front.Collective(
     name=_OP,
-    call=call_of,
-    known=_known,
-    sizes=_sizes,
+    call=Call,
+    sizes=lambda call, p: checks.ag_gemm_args(
+        _OP, call.x, call.weight, call.bias, call.transpose_weight, p, call.scales
+    ),
     results=_results,
     matrices=_matrices,
     plan=_plan,
     # Contents of biases may differ, because each rank has its own columns.
-    same=lambda call: {"bias": ", ".join("none" if bias is None else "given" for bias in call.biases)},
+    same=lambda call: {"bias": ", ".join("none" if bias is None else "given" for bias in call.bias)},
     alone=alone,
     ways={"torch": by_torch, "parts": parts, "kernel": kernel, "protocol": protocol, "nodes": nodes},
 )

@@ -23,7 +23,7 @@ from flux.comm.cuda import CudaWorkspace, Launch
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops.ways import two_level
-from flux.plan.choose import PLANNERS, Plan, PlanInput, carried_by, planned, problem_of
+from flux.plan.choose import PLANNERS, Plan, carried_by, planned, problem_of
 
 # Copy engines hide nothing if the rows are awaited at once. For shards up to this size they take the host 20
 # calls of CUDA and more instead of one launch, and SMs took 8 % less time to 25 % more
@@ -33,11 +33,7 @@ BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
 class Call(NamedTuple):
-    """The arguments of flux.all_gather.
-
-    Attributes:
-        at_once: its caller has nothing to do until the rows are there.
-    """
+    """The arguments of flux.all_gather. at_once: its caller has nothing to do until the rows are there."""
 
     x: torch.Tensor
     out: Any = None  # of ways: a tensor
@@ -65,38 +61,24 @@ def _matrices(call: Call, sizes: front.Sizes) -> Call:
     return call if x.dim() == 2 else call._replace(x=x.reshape(x.shape[0], k), out=out.view(m, k))
 
 
-def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
-    return gather_plan(workspace, call.x, at_once=call.at_once)
-
-
 def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_once: bool = False) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace.
-
-    Args:
-        beside: a GEMM hides it, so it does not matter what is sooner alone.
-        at_once: nothing does (`awaited`).
+    """The plan of all_gather of x [rows, ...] on a workspace. beside: a GEMM hides it, so it does not matter
+    what is sooner alone. at_once: nothing does (`awaited`).
     """
-    rows = x.shape[0]
-    problem = problem_of(workspace, rows * workspace.world_size, 0, x.numel() // rows if rows else 0, x.dtype)
-    by_sms = _by_sms(problem) if at_once else None
-    plan = PLANNERS["all_gather"](problem) if beside else by_sms or planned("all_gather", problem)
+    rows, p = x.shape[0], workspace.world_size
+    problem = problem_of(workspace, rows * p, 0, x.numel() // rows if rows else 0, x.dtype)
+    by_kernel = problem.topology is None and problem.tuning.forced in (None, "kernel")
+    fits = at_once and by_kernel and x.numel() * x.dtype.itemsize <= AWAITED_BY_SMS_BYTES
+    plan = PLANNERS["all_gather"](problem) if beside or fits else planned("all_gather", problem)
+    if fits and plan.copied:
+        transport = f"{problem.transport}, awaited at once"
+        plan = replace(plan, copied=False, chunk_rows=0, transport=transport)
+    elif fits and not beside:
+        plan = planned("all_gather", problem)
     return carried_by(workspace, plan)
 
 
-def _by_sms(problem: PlanInput) -> Plan | None:
-    """The plan of a gather that copy engines would carry, and SMs are to; None for others."""
-    shard = problem.m // problem.world_size * problem.k * problem.dtype.itemsize
-    by_kernel = problem.tuning.forced in (None, "kernel")
-    if problem.topology is not None or not by_kernel or shard > AWAITED_BY_SMS_BYTES:
-        return None
-    plan = PLANNERS["all_gather"](problem)
-    if not plan.copied:
-        return None
-    return replace(plan, copied=False, chunk_rows=0, transport=f"{problem.transport}, awaited at once")
-
-
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """With torch."""
     unfused(call.x, workspace.group, call.out)
 
 
@@ -124,21 +106,17 @@ def chunk_rows(plan: Plan, epoch: int) -> int:
 
 
 def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """One launch; maybe copy engines send."""
     source, target = readable(call.x), writable(call.out)
     with enter(workspace, plan) as (address, epoch):
         options = (address, epoch, chunk_rows(plan, epoch), False)
         enqueue = functools.partial(_kernel, source, target, *options)
         enqueue()
-    if target is call.out and recipe.in_place(x=source):
-        used = [recipe.number("x"), recipe.returns(recipe.out, "out")]
-        workspace.remember(recipe, enqueue, [used], by_copy_engine=epoch > 0)
+    front.remember("_all_gather", recipe, enqueue, workspace, by_copy_engine=epoch > 0)
     if target is not call.out:
         call.out.copy_(target)
 
 
 def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """Block by block."""
     arrivals = Arrivals(workspace, plan, epoch, call.x)
     for step in range(plan.world_size):
         source = (workspace.rank + step) % plan.world_size
@@ -146,7 +124,6 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
 
 
 def nodes(workspace: NodesWorkspace, plan: Plan, whole: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """Among nodes, then inside each."""
 
     def inside(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
         call(rows, workspace.node_group, outs[0])
@@ -181,7 +158,6 @@ class Arrivals:
         return self._slot_rows(rank, source, rows)
 
     def copy_to(self, out: torch.Tensor, source: int) -> None:
-        """Copies the rows of one rank to their position in `out`."""
         start = source * self._layout.rows
         for block, rows in enumerate(self._blocks()):
             out[start + rows.start : start + rows.stop] = self.block(source, block)
@@ -201,11 +177,9 @@ class Arrivals:
 ALL_GATHER = front.Collective(
     name="all_gather",
     call=Call,
-    known=lambda call: {"x": call.x, "out": call.out},
     sizes=_sizes,
     matrices=_matrices,
-    plan=_plan,
+    plan=lambda workspace, call, sizes: gather_plan(workspace, call.x, at_once=call.at_once),
     ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
 )
-AWAITED = replace(ALL_GATHER, number=repeat.operator())
 _kernel: Any = torch.ops.flux._all_gather.default

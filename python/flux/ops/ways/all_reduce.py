@@ -28,22 +28,17 @@ from flux.plan.sums import VECTOR, split_rows
 Tensor = torch.Tensor
 
 
-def _call_of(x: Tensor, residual: Tensor | None, out: Tensor | None = None, **rest: Any) -> Call:
-    return Call(x, residual, End(**rest), out)
-
-
-def _known(call: Call) -> dict[str, Any]:
-    x, residual, end, out = call
-    given = {"x": x, "residual": residual, "norm_weight": end.norm_weight, "out": out}
-    return {**given, "eps": end.eps, **end.by_name()}
-
-
 def _sizes(call: Call, p: int) -> front.Sizes:
     """Without a norm as one row, so that the column shards of two-shot have equal sizes for any shape."""
     x, end = call.x, call.end
-    checks.all_reduce_args("all_reduce", x, call.residual)
-    m, n = (1, x.numel()) if end.norm_weight is None else checks.rows_to_norm("all_reduce", x)
-    end.check("all_reduce", x.shape[-1] if x.shape else 1, x)
+    checks.floating("all_reduce", x)
+    if call.residual is not None:
+        checks.like("all_reduce", "residual", call.residual, list(x.shape), x)
+    n = x.shape[-1] if x.shape else 1
+    if end.norm_weight is not None and not x.shape:
+        checks.fail("all_reduce", "x", "at least 1 dimension with norm_weight", "0")
+    end.check("all_reduce", n, x)
+    m, n = (1, x.numel()) if end.norm_weight is None else (x.numel() // n if n else 0, n)
     return list(x.shape), m, n, 0
 
 
@@ -87,7 +82,6 @@ def _one_shape(call: Call) -> Call:
 
 
 def split(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
-    """Part by part."""
     x, residual, end, out = _one_shape(call)
     rows, columns = x.shape
     parts, norms = split_rows(rows, columns, x.dtype), []
@@ -101,12 +95,10 @@ def split(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repe
 
 
 def alone(call: Call) -> None:
-    """In a group of one rank."""
     call.out.copy_(call.x if call.residual is None else call.x + call.residual)
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """With torch."""
     unfused(call.x, call.residual, workspace.group, call.out)
 
 
@@ -177,8 +169,8 @@ def _padded(x: Tensor, room: int) -> Tensor:
 
 ALL_REDUCE = front.Collective(
     name="all_reduce",
-    call=_call_of,
-    known=_known,
+    call=Call,
+    end=End,
     sizes=_sizes,
     matrices=_matrices,
     plan=_plan,

@@ -10,6 +10,7 @@ import torch
 
 from flux import _native
 from flux._memory import readable, readable_if_any, wide_type, writable
+from flux.calls import front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -30,11 +31,8 @@ def sum_over_ranks(
     out: torch.Tensor,
     addends: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows of the sum).
-
-    Args:
-        addends: [n] or [m, n], equal on all ranks; added to the sum in this order, before the only
-            rounding. Not for scatter.
+    """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows of the sum). addends:
+    [n] or [m, n], equal on all ranks, added in this order before the only rounding; not for scatter.
     """
     exchange = _Exchange(workspace, plan, epoch)
     rank, p = workspace.rank, workspace.world_size
@@ -85,19 +83,16 @@ def kernel(
     """The same in one launch. Returns what that makes of the sum besides."""
     x, residual, end, out = call
     source, target = readable(x), writable(out)  # before the call: copies may run out of memory
-    extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
     made = end.in_kernel("all_reduce", target)
     first, second = (target, None) if made is None else (made.normalised, target)
+    extras = (readable_if_any(residual), readable_if_any(end.norm_weight), end.eps, second)
     quantised = end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
-        options = (symm_buffer, workspace.num_sms, plan.mode, *extras.values())
-        enqueue = functools.partial(_kernel, source, first, *options, end.eps, second, **quantised)
+        options = (symm_buffer, workspace.num_sms, plan.mode)
+        enqueue = functools.partial(_kernel, source, first, *options, *extras, **quantised)
         enqueue()
-    repeats = target is out and (end.quant is None or bool(quantised))
-    if recipe is not None and repeats and recipe.in_place(x=source, **extras):
-        wrote, wrote_sum, by_quant = end.remembered(recipe, recipe.out, made)
-        used = [recipe.number("x"), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
-        workspace.remember(recipe, enqueue, [used])
+    if recipe is not None and (end.quant is None or quantised):
+        front.remember("_all_reduce", recipe, enqueue, workspace, end.by_kernel_name(recipe.out, made))
     if target is not out:
         out.copy_(target)
     return made
@@ -126,7 +121,6 @@ class _Exchange:
         return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))
 
     def contribution(self, owner: int, source: int) -> torch.Tensor:
-        """The contribution of rank `source` in the area of `owner`."""
         layout, columns = self._layout, self.columns(owner)
         offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
         slot = self._area(owner, offset, layout.slot_rows, layout.slot_columns)
@@ -136,27 +130,23 @@ class _Exchange:
         """The part of a rank's area to which owners write their sums (two-shot)."""
         return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
 
+    # Of signals, an owner has slots for all sources but itself.
     def signal(self, peer: int, word: int) -> None:
         """Signals to `peer` that this rank's data in its area is complete."""
-        if peer != self._workspace.rank:
-            self._workspace.signal(peer, _slot(self._workspace.rank, peer), word, self._epoch)
+        rank = self._workspace.rank
+        if peer != rank:
+            self._workspace.signal(peer, rank - (rank > peer), word, self._epoch)
 
     def wait(self, source: int, word: int) -> None:
-        """Waits until `source` has signalled this rank."""
         rank = self._workspace.rank
         if source != rank:
-            self._workspace.wait(self._plan.op, source, _slot(source, rank), word, 0)
+            self._workspace.wait(self._plan.op, source, source - (source > rank), word, 0)
 
     def _area(self, rank: int, offset: int, rows: int, columns: int) -> torch.Tensor:
         dtype = self._plan.result_dtype
         # The layout counts in 2-byte elements.
         start = offset * dtype.itemsize // 2
         return self._workspace.slot(rank, self._epoch, start, rows * columns, dtype).view(rows, columns)
-
-
-def _slot(source: int, owner: int) -> int:
-    """Index of a source among the signals of `owner`, which has none for itself."""
-    return source - (source > owner)
 
 
 _kernel: Any = torch.ops.flux._all_reduce.default

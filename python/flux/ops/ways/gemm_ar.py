@@ -16,10 +16,9 @@ from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Same, Workspace
-from flux.fp8 import scales as fp8
+from flux.comm.workspace import Workspace
+from flux.fp8.products import product as wide_product
 from flux.fp8.scales import Scales
-from flux.fp8.wide_product import product as wide_product
 from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import NONE, End, Made
 from flux.ops.ways import all_gather as gather
@@ -47,7 +46,7 @@ class Call(NamedTuple):
     def rows(self, some: slice) -> Call:
         """The call of some rows of matrices, without what follows the sum."""
         residual = None if self.residual is None else self.residual[some]
-        scales = fp8.of_slice(self.scales, len(self.x), some)
+        scales = self.scales and self.scales.of_rows(len(self.x), lambda scale: scale[some])
         return self._replace(x=self.x[some], residual=residual, end=NONE, out=self.out[some], scales=scales)
 
     def product(self, out: Tensor | None, bias: Tensor | None = None) -> plain.Call:
@@ -57,26 +56,6 @@ class Call(NamedTuple):
         """What is added to rows of the sum over ranks, in this order: [n] and [rows, n]."""
         of_rows = None if self.residual is None else self.residual[rows]
         return [each for each in (self.bias, of_rows) if each is not None]
-
-
-def _call_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    out: Any = None,
-    **rest: Any,
-) -> Call:
-    scales = fp8.given("gemm_ar", **{name: rest.pop(name) for name in fp8.NAMES if name in rest})
-    return Call(x, weight, bias, transpose_weight, residual, End(**rest), out, scales)
-
-
-def _known(call: Call) -> dict[str, Any]:
-    x, weight, bias, transpose_weight, residual, end, out, scales = call
-    given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": end.norm_weight}
-    how = {"eps": end.eps, "out": out, "transpose_weight": transpose_weight}
-    return given | how | fp8.by_name(scales) | end.by_name()
 
 
 def _sizes(call: Call, p: int) -> front.Sizes:
@@ -93,17 +72,6 @@ def _matrices(call: Call, sizes: front.Sizes) -> Call:
     return Call(x, weight, bias, transpose_weight, residual, call.end, out, scales)
 
 
-def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
-    _, m, n, k = sizes
-    op = "gemm_ar" if call.end.norm_weight is None else "gemm_ar_norm"
-    scaling = None if call.scales is None else call.scales.scaling(k)
-    return workspace_plan(workspace, op, m, n, k, call.x.dtype, call.transpose_weight, scaling)
-
-
-def _same(call: Call) -> Same:
-    return {"bias": call.bias, "residual": call.residual, **call.end.same()}
-
-
 def _alone(call: Call) -> None:
     product = call.out if call.residual is None else torch.empty_like(call.out)
     plain.run(call.product(product, call.bias))
@@ -112,7 +80,6 @@ def _alone(call: Call) -> None:
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """With torch."""
     x, out, residual = call.x, call.out, call.residual
     if out.numel() == 0:
         return
@@ -133,7 +100,6 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: r
 
 
 def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
-    """As gemm and all_reduce."""
     product, out = torch.empty_like(call.out), recipe.out
     once = call.bias if workspace.group.rank() == 0 else None  # the sum has it once
     plain.run(call.product(product, once), recipe)
@@ -182,27 +148,22 @@ def kernel(
     target = writable(out)
     made = end.in_kernel("gemm_ar", out)
     first, second = (target, None) if made is None else (made.normalised, target)
-    operands = {"x": aligned(x), "weight": aligned(weight), "bias": readable_if_any(bias)}
-    extras = {"residual": readable_if_any(residual), "norm_weight": readable_if_any(end.norm_weight)}
+    operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
+    extras = (readable_if_any(residual), readable_if_any(end.norm_weight), end.eps, second)
     quantised = end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
-        tensors = (*operands.values(), first, *options, *extras.values())
-        enqueue = functools.partial(_kernel, *tensors, end.eps, second, **quantised)
+        enqueue = functools.partial(_kernel, *operands, *options, *extras, **quantised)
         enqueue()
-    repeats = target is out and (end.quant is None or bool(quantised))
-    if recipe is not None and repeats and recipe.in_place(**operands, **extras):
-        wrote, wrote_sum, by_quant = end.remembered(recipe, recipe.out, made)
-        used = [*recipe.numbers(*operands), wrote, *recipe.numbers(*extras), wrote_sum, *by_quant]
-        workspace.remember(recipe, enqueue, [used])
+    if recipe is not None and (end.quant is None or quantised):
+        front.remember("_gemm_ar", recipe, enqueue, workspace, end.by_kernel_name(recipe.out, made))
     if target is not out:
         out.copy_(target)
     return made
 
 
 def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """On the CPU."""
     partial = torch.empty_like(call.out)
     plain.run(call.product(partial))
     exchange.sum_over_ranks(workspace, plan, epoch, partial, call.out, call.addends())
@@ -248,13 +209,15 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe:
 
 GEMM_AR = front.Collective(
     name="gemm_ar",
-    call=_call_of,
-    known=_known,
+    call=Call,
+    end=End,
     sizes=_sizes,
     matrices=_matrices,
-    plan=_plan,
+    plan=lambda workspace, call, sizes: front.plan(
+        "gemm_ar" if call.end.norm_weight is None else "gemm_ar_norm", workspace, call, sizes
+    ),
     may_be=("residual",),
-    same=_same,
+    same=lambda call: {"bias": call.bias, "residual": call.residual, **call.end.same()},
     alone=_alone,
     ways={
         "torch": by_torch,

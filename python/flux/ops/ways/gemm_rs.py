@@ -20,24 +20,17 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
-from flux.fp8.wide_product import WideWeight, product
+from flux.fp8.products import WideWeight, product
 from flux.ops import gemm as plain
 from flux.ops.gemm import Call as Call
 from flux.ops.ways import reduce_scatter, two_level
 from flux.ops.ways.reduce_scatter import REDUCE_SCATTER
-from flux.plan.choose import Plan, workspace_plan
+from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
 
 
-def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
-    _, m, n, k = sizes
-    scaling = None if call.scales is None else call.scales.scaling(k)
-    return workspace_plan(workspace, "gemm_rs", m, n, k, call.x.dtype, call.transpose_weight, scaling)
-
-
 def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
-    """As gemm and reduce_scatter."""
     x, bias, out = call.x, call.bias, call.out
     partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
     recipe.returns(recipe.out, "out")
@@ -55,7 +48,6 @@ def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repe
 def by_torch(
     workspace: Workspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
-    """With torch."""
     x, weight, bias, transpose_weight, out, scales = call
     if out.numel() == 0:
         return
@@ -80,24 +72,19 @@ def kernel(
     workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
     """One launch. recipe: of the call, if it is to be known (flux.comm.repeat)."""
-    x, scales, out = call.x, call.scales, call.out
+    x, weight, bias, _, out, scales = call
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
-    read = {"x": aligned(x), "weight": aligned(call.weight), "bias": readable_if_any(call.bias)}
+    tensors = (aligned(x), aligned(weight), readable_if_any(bias), target)
     staging = None
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
     with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
         options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
         scaled = fp8.for_kernel(x, scales)
-        operands = (*read.values(), target, *options, plan.batch_invariant)
-        enqueue = functools.partial(_kernel, *operands, **scaled)
+        enqueue = functools.partial(_kernel, *tensors, *options, plan.batch_invariant, **scaled)
         enqueue()
-    if recipe is not None and target is out and recipe.in_place(**read, **scaled):
-        staged = repeat.ABSENT if staging is None else recipe.allocates(staging)
-        *used, scale_x, scale_w = recipe.numbers("x", "weight", "bias", "scale_x", "scale_w")
-        used += [recipe.returns(recipe.out, "out"), staged, scale_x, scale_w]
-        workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
+    front.remember("_gemm_rs", recipe, enqueue, workspace, by_copy_engine=staging is not None)
     if target is not out:
         out.copy_(target)
 
@@ -105,7 +92,6 @@ def kernel(
 def nodes(
     workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
 ) -> None:
-    """Inside each node, then among nodes."""
     on_nodes(workspace, plan, call, () if call.bias is None else (call.bias,))
 
 
@@ -171,11 +157,10 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
 
 GEMM_RS = front.Collective(
     name="gemm_rs",
-    call=functools.partial(plain.call_of, "gemm_rs"),
-    known=plain.known,
+    call=Call,
     sizes=functools.partial(plain.sizes, "gemm_rs"),
     matrices=plain.matrices,
-    plan=_plan,
+    plan=functools.partial(front.plan, "gemm_rs"),
     same=lambda call: {"bias": call.bias},
     alone=plain.launch,
     ways={"torch": by_torch, "parts": parts, "kernel": kernel, "protocol": protocol, "nodes": nodes},

@@ -20,28 +20,24 @@ from flux.calls import checks
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Same, Workspace, round_up
 from flux.fp8 import scales as fp8
-from flux.fp8.packed_rows import Records
+from flux.fp8.scales import Records
 from flux.ops import quantize
 from flux.plan.sums import MAX_EXCHANGE_BYTES, VECTOR
 
 Tensor = torch.Tensor
-WIRES = ("int8",)
 _MOST = 127.0
 _AnyPlan = TypeVar("_AnyPlan", bound=Any)
 
 
 def check(op: str, wire: object, dtype: torch.dtype) -> None:
     """Checks the argument `wire` of a sum with results of a dtype."""
-    if wire is None:
-        return
-    if wire not in WIRES:
+    if wire not in (None, "int8"):
         checks.fail(op, "wire", "None or 'int8'", repr(wire))
-    if dtype not in fp8.OUT:
+    if wire is not None and dtype not in fp8.OUT:
         checks.fail(op, "wire", f"None for sums of {dtype}", repr(wire))
 
 
 def same(wire: str | None) -> Same:
-    """What ranks compare of it."""
     return {} if wire is None else {"wire": wire}
 
 
@@ -49,16 +45,13 @@ def planned(plan: _AnyPlan, workspace: Workspace, rows: int, n: int) -> _AnyPlan
     """The plan of a call with the same operands whose contributions, [rows, n] for each rank, travel as
     int8.
     """
-    facts: dict[str, Any] = {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": 0}
-    why_not = _why_not(workspace, rows, n)
-    if why_not is None:
-        most = rows_at_once(n, workspace.world_size)
-        area = _native.core.int8_scatter_bytes(min(rows, most), n, workspace.world_size)
-        facts["exchange_bytes"] = round_up(area)
-    reason = "contributions travel as int8"
-    return replace(
-        plan, by_flux=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts
-    )
+    reason, why_not = "contributions travel as int8", _why_not(workspace, rows, n)
+    room = {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": 0}
+    if why_not is not None:
+        return replace(plan, by_flux=False, reason=f"{reason}: {why_not}", **room)
+    most = min(rows, rows_at_once(n, workspace.world_size))
+    room["exchange_bytes"] = round_up(_native.core.int8_scatter_bytes(most, n, workspace.world_size))
+    return replace(plan, by_flux=True, reason=reason, **room)
 
 
 def _why_not(workspace: Workspace, rows: int, n: int) -> str | None:
@@ -98,11 +91,6 @@ def spread(scale: Tensor, n: int) -> Tensor:
     return scale.repeat_interleave(fp8.BLOCK, 1)[:, :n]
 
 
-def dequantised(q: Tensor, scale: Tensor) -> Tensor:
-    """What rows stand for, in fp32."""
-    return q.to(torch.float32) * spread(scale, q.shape[1])
-
-
 def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> None:
     """Writes the sum over ranks of their parts [p, rows, n] for this one to `out` [rows, n], contiguous. The
     plan is that of `planned`.
@@ -140,7 +128,7 @@ def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
         if source == group.rank() and not _invariance.active():
             total += parts[source]
         else:
-            total += dequantised(form.rows(packed), form.scales(packed))
+            total += form.rows(packed).to(torch.float32) * spread(form.scales(packed), n)
     return total
 
 

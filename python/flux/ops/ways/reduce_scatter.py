@@ -26,16 +26,9 @@ Tensor = torch.Tensor
 
 
 class Call(NamedTuple):
-    """The arguments of flux.reduce_scatter."""
-
     x: Tensor
     out: Any = None  # of ways: a tensor
     wire: str | None = None
-
-
-def _known(call: Call) -> dict[str, Any]:
-    given = {"x": call.x, "out": call.out}
-    return given if call.wire is None else given | {"wire": call.wire}
 
 
 def _sizes(call: Call, p: int) -> front.Sizes:
@@ -63,14 +56,6 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
     return replace(int8_sum.planned(plan, workspace, *call.out.shape), batch_invariant=False)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """With torch."""
-    if call.wire is not None:
-        int8_sum.sum_into(call.out, call.x, workspace, plan)
-    else:
-        unfused(call.x, workspace.group, call.out)
-
-
 def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
     """out = this rank's rows of the sum of all ranks' x, with torch."""
     if out.numel() == 0:
@@ -83,17 +68,17 @@ def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
         out.copy_(total)
 
 
-def by_exchange(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """In flux's kernel; on CPUs its protocol."""
+def run(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
     if call.wire is not None:
         int8_sum.sum_into(call.out, call.x, workspace, plan)
+    elif not plan.by_flux:
+        unfused(call.x, workspace.group, call.out)
     else:
         way = exchange.kernel if isinstance(workspace, CudaWorkspace) else exchange.protocol
         way(workspace, plan, exchange.Call(call.x, out=call.out), epoch, recipe)
 
 
 def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """Inside each node, then among nodes."""
     on_nodes(workspace, plan, call)
 
 
@@ -109,10 +94,9 @@ def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequenc
 REDUCE_SCATTER = front.Collective(
     name="reduce_scatter",
     call=Call,
-    known=_known,
     sizes=_sizes,
     matrices=_matrices,
     plan=_plan,
     same=lambda call: int8_sum.same(call.wire),
-    ways={"torch": by_torch, "kernel": by_exchange, "protocol": by_exchange, "nodes": nodes},
+    ways={"torch": run, "kernel": run, "protocol": run, "nodes": nodes},
 )

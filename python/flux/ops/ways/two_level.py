@@ -76,7 +76,8 @@ def scatter(
     workspace.inside("the launch for own rows")
     with _leaving(workspace, plan, True):
         inside(functools.partial(_of_node, topology, node, None), sums.parts[node])
-    _wait(workspace, transfers)
+    for i, transfer in enumerate(transfers):
+        workspace.wait(transfer, f"exchange {i + 1} of {len(transfers)}")
     sums.write()
 
 
@@ -102,11 +103,8 @@ def gather(
     inside: Callable[[Tensor, Sequence[Tensor]], object],
     outs: Sequence[Tensor],
 ) -> None:
-    """Writes what `inside` makes of the rows of each node to outs [p * r, ...], of x [r, k] of each rank. Own
-    rows first, others as they arrive.
-
-    Args:
-        inside: (rows [s, k] of this rank's rail, results [ranks * s, ...]), the AllGather of a node.
+    """Writes what `inside`, the AllGather of a node, makes of the rows of each node to outs [p * r, ...], of
+    x [r, k] of each rank. Own rows first, others as they arrive.
     """
     levels, topology = plan.levels, workspace.topology
     assert levels is not None
@@ -152,23 +150,13 @@ def sum_whole(
     sums.write()
 
 
-def _wait(workspace: NodesWorkspace, transfers: Sequence[Any]) -> None:
-    for i, transfer in enumerate(transfers):
-        workspace.wait(transfer, f"exchange {i + 1} of {len(transfers)}")
-
-
 def add(total: Tensor, addends: Sequence[Tensor]) -> None:
-    """total += each of the addends."""
     for addend in addends:
         total += addend
 
 
 class Sums:
-    """Sums of nodes, and what else is added to them.
-
-    Attributes:
-        parts: [nodes, m, n], to be filled.
-    """
+    """Sums of nodes, `parts` [nodes, m, n], to be filled, and what else is added to them."""
 
     def __init__(self, nodes: int, out: Tensor, addends: Sequence[Tensor]) -> None:
         self._out, self._addends = out, addends
@@ -181,18 +169,14 @@ class Sums:
         """out = the sum of the parts in their order, then of the addends, in fp32 (fp64 for fp64), rounded
         once.
         """
-        if self._out.is_cuda and self._has_kernel():
+        out, count = self._out, self.parts.shape[0] + len(self._addends)
+        fits = out.shape[1] % 8 == 0 and count <= _MAX_ADDED and out.data_ptr() % 16 == 0
+        if out.is_cuda and fits and out.dtype in (torch.bfloat16, torch.float16):
             self._by_kernel()
             return
-        total = torch.zeros(self._out.shape, dtype=wide_type(self._out.dtype), device=self._out.device)
-        for part in [*self.parts, *self._addends]:
-            total += part
-        self._out.copy_(total)
-
-    def _has_kernel(self) -> bool:
-        out, count = self._out, self.parts.shape[0] + len(self._addends)
-        sixteen_bits = out.dtype in (torch.bfloat16, torch.float16)
-        return sixteen_bits and out.shape[1] % 8 == 0 and count <= _MAX_ADDED and out.data_ptr() % 16 == 0
+        total = torch.zeros(out.shape, dtype=wide_type(out.dtype), device=out.device)
+        add(total, [*self.parts, *self._addends])
+        out.copy_(total)
 
     def _by_kernel(self) -> None:
         """The sum over the choices of a token, of a mixture of experts, is such a sum with weights of 1."""
