@@ -130,30 +130,9 @@ def test_subgroups_have_nodes_of_their_own(layout: str) -> None:
         assert f"different numbers of ranks: {ranks} ('0'), 1 ('1')" in uneven
 
 
-def gradients(rank: int, world_size: int, ranks: int) -> list[float]:
-    """Gradients of a column-parallel and a row-parallel layer, against those by torch on whole weights."""
-    torch.manual_seed(1)
-    p, rows, hidden, wide = world_size, 6, 16, 8 * world_size
-    whole1, whole2 = torch.randn(wide, hidden), torch.randn(hidden, wide)
-    everybody = torch.randn(rows * p, hidden)
-    own = slice(rank * wide // p, (rank + 1) * wide // p)
-    x = everybody[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    w1, w2 = whole1[own].clone().requires_grad_(), whole2[:, own].clone().requires_grad_()
-    out = flux.gemm_rs(flux.ag_gemm(x, w1).relu(), w2)
-    (out * (1.0 + rank)).sum().backward()
-
-    x0, w10, w20 = (t.clone().requires_grad_() for t in (everybody, whole1, whole2))
-    marks = torch.arange(1.0, p + 1).repeat_interleave(rows)[:, None]
-    (((x0 @ w10.t()).relu() @ w20.t()) * marks).sum().backward()
-    assert x0.grad is not None and w10.grad is not None and w20.grad is not None
-    wanted = (x0.grad[rank * rows : (rank + 1) * rows], w10.grad[own], w20.grad[:, own])
-    return [float((got.grad - want).abs().max()) for got, want in zip((x, w1, w2), wanted, strict=True)]
-
-
-@pytest.mark.parametrize("what", ["gradients", "gradients of experts"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "1x4"])
-def test_gradients_of_layers(layout: str, what: str) -> None:
-    of_ranks = all_ranks(layout, what)
+def test_gradients_of_experts(layout: str) -> None:
+    of_ranks = all_ranks(layout, "gradients of experts")
     for errors in of_ranks:
         assert max(errors) < 1e-4 * len(of_ranks)
 
@@ -376,14 +355,12 @@ def test_processes_end_cleanly() -> None:
 SCENARIOS: dict[str, Callable[[int, int, int], Any]] = {
     "random calls": random_calls,
     "subgroups": subgroups,
-    "gradients": gradients,
     "gradients of experts": nodes_cases.gradients_of_experts,
     "bytes": count_bytes,
     "fp8 refused": fp8_refused,
     "batch invariance": batch_invariant,
 }
 ONLY_ON = {
-    "gradients": [*LAYOUTS, "1x4"],
     "gradients of experts": [*LAYOUTS, "1x4"],
     "fp8 refused": ["2x2"],
     "batch invariance": ["2x2", "4x1"],
