@@ -13,6 +13,16 @@ from pathlib import Path
 _OURS = "flux: fused communication and computation kernels for PyTorch."
 _REINSTALL = "pip install --force-reinstall --no-deps flux-kernels"
 
+# `flux --help` answers from here, as importing torch takes seconds.
+COMMANDS = {
+    "bench": "Time flux against the strongest alternatives here.",
+    "compare": "Compare two results of bench.",
+    "history": "Follow each row over results of bench, by their dates.",
+    "tune": "Time every way to run each operator here, and write what plans choose by.",
+    "verify": "Compare every op with exact results",
+    "doctor": "Look at this machine: versions, native library, GPUs, links, memory, environment.",
+}
+
 
 def other_project() -> str | None:
     """Advice if a distribution called `flux` is installed, None otherwise.
@@ -43,6 +53,10 @@ def main() -> None:
     """The command ``flux``."""
     if reason := shadowed():
         raise SystemExit(f"flux: {reason}")
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        lines = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
+        print(f"Usage: flux COMMAND ...\n\n{_OURS}\n\n{lines}\n\n`flux COMMAND --help` says more of one.")
+        return
     from flux.cli import main as command
 
     command()

@@ -78,6 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", nargs="*", default=[sys.executable], help="interpreters to build for")
     pythons = parser.parse_args().python
+    if missing := [python for python in pythons if shutil.which(python) is None]:
+        raise SystemExit(f"make_wheel: no such interpreter: {', '.join(missing)}")  # before kernels compile
     kernels = os.environ.get("FLUX_CUDA") != "off"
     environment = {
         "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or commit_time(),

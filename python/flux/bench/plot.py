@@ -68,7 +68,7 @@ def plot(record: Record, path: str | Path) -> Path:
         figure, axes = plt.subplots(len(strips), 1, figsize=size, layout="constrained", squeeze=False)
         for (axis,), rows in zip(axes, strips, strict=True):
             _draw(axis, record, rows)
-        figure.supxlabel(heading(record).plain, fontsize=7.5, color=FAINT)
+        figure.supxlabel(heading(record).plain, fontsize=7.5, color=FAINT, wrap=True)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor="white")
@@ -104,7 +104,7 @@ def _draw(axis: Any, record: Record, rows: list[Row]) -> None:
         axis.bar(at, heights, width=bar * 0.94, color=colour, label=name, zorder=3)
         for x, height, (_, row, d) in zip(at, heights, found, strict=True):
             if height > TALLEST:
-                how = {"ha": "center", "va": "bottom", "color": "white", "fontsize": 7}
+                how = {"ha": "center", "va": "top", "color": "white", "fontsize": 7}
                 axis.text(x, TALLEST, f"{height:.1f}", zorder=6, **how)
             if name == "flux":
                 inside = {"rotation": 90, "ha": "center", "va": "bottom", "color": "white", "fontsize": 6.5}
@@ -112,16 +112,17 @@ def _draw(axis: Any, record: Record, rows: list[Row]) -> None:
                 if d.speedup is not None:
                     above = {**inside, "color": FLUX if d.speedup >= 1.0 else FAINT, "fontsize": 7.5}
                     axis.text(x, min(height, TALLEST), f" {d.speedup:.2f}×", zorder=7, **above)
-    axis.set_ylim(0, 1.15 * min(tallest, TALLEST))
+    axis.set_ylim(0, 1.15 * max(1.0, min(tallest, TALLEST)))
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
-    axis.text(len(rows) - 0.45, 1.0, base, va="center", ha="left", fontsize=8)
+    axis.text(len(rows) - 0.37, 1.0, base, va="center", ha="left", fontsize=8)
     axis.set_ylabel(f"time / {base}  (lower is better)\nspeed-up over best peer: ×")
     axis.grid(axis="y", color=GRID, zorder=0)
-    axis.set_title(title_of(record, rows[0]), loc="left", fontsize=12, fontweight="bold", pad=12)
-    axis.legend(
-        frameon=False, ncols=len(colours), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1
-    )
+    # The legend is under the title, in as many lines as it needs.
+    columns = max(3, min(len(colours), int(axis.figure.get_figwidth() / 1.5)))
+    lines = -(-len(colours) // columns)
+    axis.set_title(title_of(record, rows[0]), loc="left", fontsize=12, fontweight="bold", pad=10 + 15 * lines)
+    axis.legend(frameon=False, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.1)
     axis.tick_params(axis="x", length=0)
     axis.set_xticks(range(len(rows)), [_label(rows, i) for i in range(len(rows))], fontsize=8)
 

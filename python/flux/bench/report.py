@@ -85,7 +85,8 @@ def _ratio(value: float | None, digits: int = 2) -> str:
 
 
 def _judged(value: float | None, good: bool, digits: int = 2) -> str | Text:
-    return "–" if value is None else Text(_ratio(value, digits), style="green" if good else "bold red")
+    style = "bold red" if not good else "green" if value is None or value >= 1.0 else "yellow"
+    return "–" if value is None else Text(_ratio(value, digits), style=style)
 
 
 def _speedup(row: Row, d: Derived, bar: Bar) -> str | Text:
@@ -317,6 +318,9 @@ def render(record: Record, width: int = _WIDE) -> RenderableType:
     for op in record.ops():
         parts += [table(record, op, width), footer(record, op)[0], Text("")]
     parts += [Text(f"· {line}", style="dim") for line in notes(record)]
+    if record.device == "cpu":
+        told = "of CPU processes: they show that the operators run and are exact; their times compare nothing"
+        parts.append(Text(told, style="yellow"))
     if not record.complete:
         parts.append(Text("this run was cut off: the rows above are what it finished", style="yellow"))
     return Group(*parts)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
                 say(f"warning: {slow}")
             for problem in settings.problems:
                 step(label(problem), None)
-                row = measure(problem, context, timer, settings)
+                stage = partial(step, label(problem), None)
+                row = measure(problem, context, timer, settings, stage)
                 record.rows.append(row)
                 if rank == 0 and settings.json_file:
                     write(record, settings.json_file)
@@ -157,8 +159,18 @@ def context_of(rank: int, world_size: int, settings: Settings) -> Context:
     return context if settings.alone else context.with_twins(settings.ways)
 
 
-def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
-    """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
+def measure(
+    problem: Problem,
+    context: Context,
+    timer: Timer,
+    settings: Settings,
+    stage: Callable[[str], object] = lambda text: None,
+) -> Row:
+    """One row: exact data first, then the clock. A wrong result is recorded and not timed.
+
+    stage: is told what follows.
+    """
+    stage("checking")
     spec = OPS[problem.op]
     local = problem.local(context.tp)
     on_wire = problem.on_wire(context.tp, on_wire_bytes(problem.pattern, settings.dtype))
@@ -178,6 +190,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     candidates = [c for c in lineup.candidates if c.role in roles]
     if not candidates:
         return row
+    stage(f"timing {len(candidates)} candidates")
     _time(row, candidates, timer, settings)
     return row
 
@@ -221,11 +234,11 @@ def _outcome(row: Row, settings: Settings) -> str:
 
 @contextmanager
 def progress(show: bool, total: int) -> Iterator[Any]:
-    """A live bar on a terminal, else a line per row. Yields a function that takes a row's label and its
-    outcome, and a function that takes a line of text.
+    """A live bar on a terminal, else a line per row. Yields a function that takes a row's label, its outcome
+    if it has one, and else what is done for it; and a function that takes a line of text.
     """
     if not show:
-        yield lambda label, outcome: None, lambda text: None
+        yield lambda label, outcome, doing="": None, lambda text: None
         return
     console = make_console(stderr=True)
 
@@ -236,8 +249,8 @@ def progress(show: bool, total: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=total)
 
-        def step(label: str, outcome: str | None) -> None:
-            text = label if outcome is None else f"{label}: {outcome}"
+        def step(label: str, outcome: str | None, doing: str = "") -> None:
+            text = ": ".join(filter(None, (label, outcome or doing)))
             bar.update(task, description=text, advance=outcome is not None)
             if outcome is not None and not console.is_terminal:
                 say(text)

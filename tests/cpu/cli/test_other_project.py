@@ -12,7 +12,7 @@ import pytest
 
 import flux_kernels
 from flux import _native
-from flux.cli import findings
+from flux.cli import app, findings
 
 
 def command(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -72,3 +72,18 @@ def test_kernels_that_this_torch_cannot_load(
     monkeypatch.setattr(_native.core, "CUDA_VERSION", "13.0")
     why = _native._misfit(torch_version, torch_cuda)
     assert why is None if expected is None else why is not None and expected in why
+
+
+def test_help_needs_no_torch_and_says_what_each_command_says(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    path = os.pathsep.join([str(tmp_path), str(Path(flux_kernels.__file__).parent)])
+    run = subprocess.run(
+        [sys.executable, "-m", "flux_kernels", "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and all(line in run.stdout for line in flux_kernels.COMMANDS.values())
+    of_typer = {each.name: each.callback.__doc__.strip() for each in app.registered_commands}  # type: ignore[union-attr]
+    assert of_typer.keys() == flux_kernels.COMMANDS.keys()
+    assert all(of_typer[name].startswith(what) for name, what in flux_kernels.COMMANDS.items())
