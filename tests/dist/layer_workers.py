@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from dist_workers import DTYPES, differs
 from torch import nn
 
 import flux
@@ -10,14 +11,6 @@ from flux.layers import ParallelMLP, RMSNorm, reduce_replicated_grads
 from flux.testing import AgGemmCase, GemmRsCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.bfloat16, torch.float16)
-
-
-def exact(name: str, got: torch.Tensor | None, expected: torch.Tensor) -> list[str]:
-    if got is None or got.dtype != expected.dtype or got.shape != expected.shape:
-        return [f"{name}: {None if got is None else (got.dtype, got.shape)}"]
-    wrong = int((got != expected).sum())
-    return [f"{name}: {wrong} of {got.numel()} elements differ"] if wrong else []
 
 
 def sparse(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -40,8 +33,8 @@ def gradients(rank: int, p: int) -> list[str]:
             x, w = sparse(rows * p, k, dtype, rank).requires_grad_(), weight.requires_grad_()
             flux.gemm_rs(x, w, transpose_weight=flipped).backward(grad)
             of_weight = (gathers.gathered(DEVICE).float().t() @ x.detach().float()).to(dtype)
-            told += exact(f"gemm_rs {name} x", x.grad, gathers.expected(rank, DEVICE))
-            told += exact(f"gemm_rs {name} weight", w.grad, of_weight.t() if flipped else of_weight)
+            told += differs(f"gemm_rs {name} x", x.grad, gathers.expected(rank, DEVICE))
+            told += differs(f"gemm_rs {name} weight", w.grad, of_weight.t() if flipped else of_weight)
 
             scatters = GemmRsCase(rows * p, k, 2 * n, p, dtype, not flipped, seed=number)
             grad, weight, _ = scatters.inputs(rank, DEVICE)
@@ -50,10 +43,10 @@ def gradients(rank: int, p: int) -> list[str]:
             parts = [w.clone().requires_grad_() for w in weight.split(n, 1 if flipped else 0)]
             grads = [g.contiguous() for g in grad.split(n, 1)]
             torch.autograd.backward(flux.ag_gemm(x, parts, transpose_weight=flipped), grads)
-            told += exact(f"ag_gemm {name} x", x.grad, scatters.expected(rank, DEVICE))
+            told += differs(f"ag_gemm {name} x", x.grad, scatters.expected(rank, DEVICE))
             for i, (part, g) in enumerate(zip(parts, grads, strict=True)):
                 of_weight = (g.float().t() @ torch.cat(xs).float()).to(dtype)
-                told += exact(
+                told += differs(
                     f"ag_gemm {name} weight {i}", part.grad, of_weight.t() if flipped else of_weight
                 )
     flux.check()
@@ -72,7 +65,7 @@ def main_grads(rank: int, p: int) -> list[str]:
             expected = (main_grad.float() + 2 * product).to(main_dtype)
             for _ in range(2):
                 flux.wgrad_accum(grad.view(8, 80, 72), x.view(8, 80, 136), main_grad)
-            told += exact(f"wgrad_accum {dtype} into {main_dtype}", main_grad, expected)
+            told += differs(f"wgrad_accum {dtype} into {main_dtype}", main_grad, expected)
     return told
 
 

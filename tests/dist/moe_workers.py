@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dist_workers import differs
 
 import flux
 from flux.integrations.vllm.experts import summed_experts
@@ -23,11 +24,8 @@ def run(case: MoeCase, rank: int, group: Any = None) -> list[str]:
     hidden = case.hidden_rows(rank, routing.rows.shape[0]).cuda()
     result0 = flux.moe.ag_scatter_gemm(x, w1, routing)[: len(expected0)].cpu()
     result1 = flux.moe.gemm_gather_rs(hidden, w2, routing).cpu()
-    wrong = []
-    for name, result, expected in (("layer 0", result0, expected0), ("layer 1", result1, expected1)):
-        if not torch.equal(result, expected):
-            wrong.append(f"{name} of {case}: {int((result != expected).sum())} of {expected.numel()} differ")
-    return wrong
+    told = differs(f"layer 0 of {case}", result0, expected0)
+    return told + differs(f"layer 1 of {case}", result1, expected1)
 
 
 def random_cases(rank: int, world_size: int, first: int, count: int) -> list[str]:
@@ -69,16 +67,16 @@ def graphs(rank: int, world_size: int) -> list[str]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = layers()
-    wrong = []
+    wrong: list[str] = []
     for case in cases:
         for there, new in zip(held, inputs(case), strict=True):
             there.copy_(new)
         graph.replay()
-        for name, result, expected in zip(
-            ("layer 0", "layer 1"), results, (case.layer0(rank), case.layer1(rank)), strict=True
+        for name, result, expected in (
+            ("0", results[0], case.layer0(rank)),
+            ("1", results[1], case.layer1(rank)),
         ):
-            if not torch.equal(result[: len(expected)].cpu(), expected):
-                wrong.append(f"{name} of {case}, replayed")
+            wrong += differs(f"layer {name} of {case}, replayed", result[: len(expected)].cpu(), expected)
     flux.check()
     return wrong
 
