@@ -87,7 +87,7 @@ def prepare_worker() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     import flux
-    from flux.ops import scatter_norm_gather as pair
+    from flux.ops import add_norm as pair
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
         fill_with_weights(model)

@@ -33,8 +33,8 @@ class FluxCalls:
     def forget_flux_calls(self) -> None:
         """From here on is counted, by functions around those that the plugin calls."""
         import flux
+        from flux.ops import add_norm as pair
         from flux.ops import all_reduce, gemm
-        from flux.ops import scatter_norm_gather as pair
 
         _calls.clear()
         if _counted_already:

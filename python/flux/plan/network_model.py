@@ -79,62 +79,61 @@ def hidden_from(levels: TwoLevel) -> int:
     return round(_TYPICAL_FLOP_PER_US / (levels.topology.ranks * levels.links.nic_gb_per_s * 1e3))
 
 
-def crossing_us(nbytes: float, links: Links) -> float:
-    """An exchange of so many bytes from each rank."""
-    return links.latency_us + nbytes / (links.nic_gb_per_s * 1e3)
+@dataclass(frozen=True)
+class Model:
+    """Microseconds of what calls are made of, on such nodes with such links."""
 
+    topology: Topology
+    links: Links
 
-def inside_us(nbytes: float, links: Links) -> float:
-    """Bytes that a rank sends to its node's ranks."""
-    return nbytes / (links.nvlink_gb_per_s * 1e3)
+    def crossing_us(self, nbytes: float) -> float:
+        """An exchange of so many bytes from each rank."""
+        return self.links.latency_us + nbytes / (self.links.nic_gb_per_s * 1e3)
 
+    def inside_us(self, nbytes: float) -> float:
+        """Bytes that a rank sends to its node's ranks."""
+        return nbytes / (self.links.nvlink_gb_per_s * 1e3)
 
-def collective_us(nbytes: float, topology: Topology, links: Links) -> float:
-    """A sum or gather of a tensor of so many bytes inside a node, by flux."""
-    if topology.ranks == 1:
-        return moved_us(nbytes)
-    return _SMALL_COLLECTIVE_US + inside_us(nbytes * (topology.ranks - 1) / topology.ranks, links)
+    def collective_us(self, nbytes: float) -> float:
+        """A sum or gather of a tensor of so many bytes inside a node, by flux."""
+        if self.topology.ranks == 1:
+            return self.moved_us(nbytes)
+        return _SMALL_COLLECTIVE_US + self.inside_us(nbytes * (self.topology.ranks - 1) / self.topology.ranks)
 
+    def moved_us(self, nbytes: float) -> float:
+        """A kernel that reads so many bytes, and writes them at other places."""
+        return self.sum_us(nbytes, 1)
 
-def moved_us(nbytes: float) -> float:
-    """A kernel that reads so many bytes, and writes them at other places."""
-    return sum_us(nbytes, 1)
+    def sum_us(self, nbytes: float, count: int) -> float:
+        """A kernel that adds `count` tensors of so many bytes each."""
+        return _SMALL_KERNEL_US + (count + 1) * nbytes / _MEMORY_BYTES_PER_US
 
+    def flat_us(self, gemm_us: float, nbytes: float, passes: int = 1) -> float:
+        """A GEMM, and a ReduceScatter or AllGather (an AllReduce: two passes) of a tensor of so many bytes by
+        rings over all ranks, each of a node's NICs with a ring of its own.
+        """
+        share = (self.topology.world_size - 1) / self.topology.world_size / self.topology.ranks
+        network = _FLAT_TRIPS * self.links.latency_us + nbytes * share / (self.links.nic_gb_per_s * 1e3)
+        return gemm_us + passes * network + nbytes / _MEMORY_BYTES_PER_US
 
-def sum_us(nbytes: float, count: int) -> float:
-    """A kernel that adds `count` tensors of so many bytes each."""
-    return _SMALL_KERNEL_US + (count + 1) * nbytes / _MEMORY_BYTES_PER_US
+    def scatter_us(
+        self, launches: Sequence[float], nbytes: Sequence[float], own_us: float, sum_us: float
+    ) -> float:
+        """The schedule of a ReduceScatter: launches one after the other, each followed by a transfer, which
+        travel one after the other, then a launch for own rows, and the sum.
+        """
+        computed = sent = 0.0
+        for launch, each in zip(launches, nbytes, strict=True):
+            computed += launch
+            sent = max(sent, computed) + self.crossing_us(each)
+        return max(computed + own_us, sent) + sum_us
 
-
-def flat_us(gemm_us: float, nbytes: float, topology: Topology, links: Links, passes: int = 1) -> float:
-    """A GEMM, and a ReduceScatter or AllGather (an AllReduce: two passes) of a tensor of so many bytes by
-    rings over all ranks, each of a node's NICs with a ring of its own.
-    """
-    share = (topology.world_size - 1) / topology.world_size / topology.ranks
-    network = _FLAT_TRIPS * links.latency_us + nbytes * share / (links.nic_gb_per_s * 1e3)
-    written = nbytes / _MEMORY_BYTES_PER_US
-    return gemm_us + passes * network + written
-
-
-def scatter_us(
-    launches: Sequence[float], nbytes: Sequence[float], own_us: float, sum_us: float, links: Links
-) -> float:
-    """The schedule of a ReduceScatter: launches one after the other, each followed by a transfer, which
-    travel one after the other, then a launch for own rows, and the sum.
-    """
-    computed = sent = 0.0
-    for launch, each in zip(launches, nbytes, strict=True):
-        computed += launch
-        sent = max(sent, computed) + crossing_us(each, links)
-    return max(computed + own_us, sent) + sum_us
-
-
-def gather_us(transfers: Sequence[float], launches: Sequence[float], own_us: float, links: Links) -> float:
-    """The schedule of an AllGather: all transfers start at once and travel one after the other; a launch for
-    own rows, then one for what each transfer has brought.
-    """
-    done, arrived = own_us, 0.0
-    for nbytes, launch in zip(transfers, launches, strict=True):
-        arrived += crossing_us(nbytes, links)
-        done = max(done, arrived) + launch
-    return done
+    def gather_us(self, transfers: Sequence[float], launches: Sequence[float], own_us: float) -> float:
+        """The schedule of an AllGather: all transfers start at once and travel one after the other; a launch
+        for own rows, then one for what each transfer has brought.
+        """
+        done, arrived = own_us, 0.0
+        for nbytes, launch in zip(transfers, launches, strict=True):
+            arrived += self.crossing_us(nbytes)
+            done = max(done, arrived) + launch
+        return done

@@ -10,11 +10,10 @@ from typing import Any
 
 from flux import _invariance, _native
 from flux.comm.nodes.rail import NCCL_CTAS
-from flux.comm.topology import Links, Topology
+from flux.comm.topology import Topology
 from flux.comm.workspace import round_up
-from flux.plan import network_model
 from flux.plan.choose import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
-from flux.plan.network_model import TwoLevel
+from flux.plan.network_model import MARGIN, Model, TwoLevel
 from flux.plan.sums import MAX_EXCHANGE_BYTES, VECTOR
 
 # Parts in which the rows of a node may travel in a ReduceScatter. Each copies its rows of x first.
@@ -27,12 +26,6 @@ CPU_PART_ROWS = 24
 # of it.
 CPU_NODE_SUM_BYTES = 1 << 10
 CPU_SHARD_BYTES = 1 << 14
-# By operator, the schedules between which plans choose.
-_BY_ROWS, _BY_SUMS = ("blocks", "one launch"), ("node sums", "shards", "composed")
-SCHEDULES = {
-    **dict.fromkeys(("gemm_rs", "ag_gemm", "all_gather", "reduce_scatter"), _BY_ROWS),
-    **dict.fromkeys(("gemm_ar", "gemm_ar_norm", "all_reduce"), _BY_SUMS),
-}
 
 
 @dataclass(frozen=True)
@@ -45,9 +38,9 @@ class _Way:
     us: float = 0.0
 
 
-def _levels(problem: PlanInput) -> tuple[Topology, Links]:
+def _levels(problem: PlanInput) -> tuple[Model, Topology]:
     assert problem.topology is not None
-    return problem.topology, problem.links
+    return Model(problem.topology, problem.links), problem.topology
 
 
 def sent_by_scatter(nbytes: int, topology: Topology) -> int:
@@ -61,15 +54,14 @@ def _pick(
     op: str, problem: PlanInput, ways: Iterable[_Way], flat_us: float, cpu: str, parts: int = 1
 ) -> Plan:
     """The plan of the way that the model expects to be the soonest; on CPUs that with the name `cpu`."""
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     possible, forced = list(ways), problem.tuning.forced
     wanted = [way for way in possible if way.schedule == forced] or possible
     usual = [way for way in wanted if (way.schedule, way.parts) == (cpu, parts)]
     best = min(wanted, key=lambda way: way.us) if problem.on_gpu else (usual or wanted)[0]
     sms = NCCL_CTAS if problem.on_gpu else 0
-    found = TwoLevel(
-        topology, problem.engine, best.schedule, best.parts, sms, best.bytes_sent, best.us, flat_us, links
-    )
+    how = (best.schedule, best.parts, sms, best.bytes_sent, best.us, flat_us)
+    found = TwoLevel(topology, problem.engine, *how, problem.links)
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
     # The model's choice between two-level and flat is not batch invariant.
@@ -77,7 +69,7 @@ def _pick(
     reason = ""
     if problem.nodes_way == "flat" or forced == "torch":
         reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
-    elif by_model and best.us > network_model.MARGIN * flat_us > 0:
+    elif by_model and best.us > MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
     if reason:
         return problem.unfused(op, reason, candidates=candidates)
@@ -100,11 +92,11 @@ def _pick_by_rows(
         by_blocks, parts: on CPUs whether the rows of each node have launches of their own, and in how many
             parts they can travel, what is best first.
     """
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     sent = sent_by_scatter(nbytes, topology)
     if problem.on_gpu:
         gemm = _gemm_us(problem, problem.sms) if op in ("gemm_rs", "ag_gemm") else 0.0
-        flat = network_model.flat_us(gemm, nbytes, topology, links)
+        flat = model.flat_us(gemm, nbytes)
         return _pick(op, problem, [_Way(name, count, sent, us) for name, count, us in ways()], flat, "")
     found = [*(_Way("blocks", count, sent) for count in parts), _Way("one launch", 1, sent)]
     name, count = ("blocks", parts[0]) if by_blocks else ("one launch", 1)
@@ -113,7 +105,7 @@ def _pick_by_rows(
 
 def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
     """A problem of the ranks of a node, in a launch that leaves SMs free."""
-    ranks, free = _levels(problem)[0].ranks, NCCL_CTAS if problem.on_gpu else 0
+    ranks, free = _levels(problem)[1].ranks, NCCL_CTAS if problem.on_gpu else 0
     sizes |= {"topology": None, "world_size": ranks, "left_free": free}
     return replace(problem, num_sms=max(problem.num_sms - free, 0), **sizes)
 
@@ -134,7 +126,7 @@ def _gemm_us(problem: PlanInput, sms: int) -> float:
 
 def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     """A launch of gemm_rs or ag_gemm inside a node, of `rows` rows of the node's ranks together."""
-    (topology, links), core = _levels(problem), _native.core
+    (model, topology), core = _levels(problem), _native.core
     ranks, sms = topology.ranks, problem.sms - (NCCL_CTAS if free else 0)
     if ranks == 1:
         return _gemm_us(replace(problem, m=rows), sms)
@@ -144,10 +136,9 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     blocks, columns = -(-rows // ranks // config.block_m), -(-problem.n // config.block_n)
     tiles = ranks * blocks * columns
     waves = -(-tiles // sms)
-    of_row = problem.k * problem.dtype.itemsize
-    if op == "gemm_rs":
-        of_row = problem.n * problem.result_dtype.itemsize
-    across = network_model.inside_us(rows * of_row * (ranks - 1) / ranks, links)
+    sums = problem.n * problem.result_dtype.itemsize
+    of_row = sums if op == "gemm_rs" else problem.k * problem.dtype.itemsize
+    across = model.inside_us(rows * of_row * (ranks - 1) / ranks)
     late_us = 0.0
     if op == "ag_gemm":
         # SMs without a tile of own rows start when rows arrive; those of the last wave end the launch.
@@ -159,7 +150,7 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
     fused, reason = can_run_fused("gemm_rs", problem)
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     if not fused:
         return problem.unfused("gemm_rs", reason)
@@ -169,7 +160,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
     block_bytes = shard * n * itemsize
 
     def ways() -> Iterable[tuple[str, int, float]]:
-        add = network_model.sum_us(block_bytes, nodes)
+        add = model.sum_us(block_bytes, nodes)
         own = _launch_us("gemm_rs", problem, m // nodes, free=True)
         for parts in _PARTS:
             if shard % parts:
@@ -177,14 +168,13 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
             first = _launch_us("gemm_rs", problem, m // nodes // parts, free=False)
             later = _launch_us("gemm_rs", problem, m // nodes // parts, free=True)
             moved = m // nodes // parts * problem.k * problem.dtype.itemsize
-            copied = network_model.moved_us(moved) if parts > 1 else 0.0
+            copied = model.moved_us(moved) if parts > 1 else 0.0
             launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
             transfers = [block_bytes / parts] * len(launches)
-            yield "blocks", parts, network_model.scatter_us(launches, transfers, own, add, links)
+            yield "blocks", parts, model.scatter_us(launches, transfers, own, add)
         whole = _launch_us("gemm_rs", problem, m, free=False)
-        copied = network_model.moved_us(m * problem.k * problem.dtype.itemsize)
-        crossing = network_model.crossing_us((nodes - 1) * block_bytes, links)
-        yield "one launch", 1, copied + whole + crossing + add
+        copied = model.moved_us(m * problem.k * problem.dtype.itemsize)
+        yield "one launch", 1, copied + whole + model.crossing_us((nodes - 1) * block_bytes) + add
 
     possible = [parts for parts in _PARTS if shard % parts == 0]
     best = max(parts for parts in possible if parts == 1 or shard >= parts * CPU_PART_ROWS)
@@ -199,7 +189,7 @@ def plan_all_gather(problem: PlanInput) -> Plan:
 
 def _plan_gather(op: str, problem: PlanInput) -> Plan:
     fused, reason = can_run_fused(op, problem if op == "ag_gemm" else replace(problem, n=1))
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     m, k, nodes, itemsize = problem.m, problem.k, topology.nodes, problem.dtype.itemsize
     if not fused:
         return problem.unfused(op, reason)
@@ -211,23 +201,22 @@ def _plan_gather(op: str, problem: PlanInput) -> Plan:
     def launch(rows: int, free: bool) -> float:
         if op == "ag_gemm":
             return _launch_us(op, problem, rows, free)
-        return network_model.collective_us(rows * k * itemsize, topology, links)
+        return model.collective_us(rows * k * itemsize)
 
     def ways() -> Iterable[tuple[str, int, float]]:
         own, last = launch(m // nodes, True), launch(m // nodes, False)
         launches = [own] * (nodes - 2) + [last]
-        yield "blocks", 1, network_model.gather_us([shard_bytes] * (nodes - 1), launches, own, links)
+        yield "blocks", 1, model.gather_us([shard_bytes] * (nodes - 1), launches, own)
         columns = problem.n if op == "ag_gemm" else k
-        copied = network_model.moved_us(m * columns * itemsize)
-        crossing = network_model.crossing_us((nodes - 1) * shard_bytes, links)
-        yield "one launch", 1, crossing + launch(m, False) + copied
+        crossing = model.crossing_us((nodes - 1) * shard_bytes)
+        yield "one launch", 1, crossing + launch(m, False) + model.moved_us(m * columns * itemsize)
 
     return _pick_by_rows(op, problem, m * k * itemsize, m // topology.world_size >= CPU_BLOCK_ROWS, ways)
 
 
 def plan_reduce_scatter(problem: PlanInput) -> Plan:
     """The plan of a ReduceScatter of m * n elements. k does not matter."""
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     elements = problem.m * problem.n
     p, share = topology.world_size, elements // topology.world_size
     problem = replace(problem, m=p, n=share, k=0, transpose_weight=False)
@@ -236,15 +225,13 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
         return problem.unfused("reduce_scatter", why_not)
 
     def ways() -> Iterable[tuple[str, int, float]]:
-        launch = network_model.collective_us(elements // nodes * itemsize, topology, links)
-        add = network_model.sum_us(share * itemsize, nodes)
+        launch = model.collective_us(elements // nodes * itemsize)
+        add = model.sum_us(share * itemsize, nodes)
         transfers = [share * itemsize] * (nodes - 1)
-        yield "blocks", 1, network_model.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
+        yield "blocks", 1, model.scatter_us([launch] * (nodes - 1), transfers, launch, add)
         if not _inside_sums_fused("reduce_scatter", problem, topology.ranks, nodes * share):
-            whole = network_model.collective_us(elements * itemsize, topology, links)
-            copied = network_model.moved_us(elements * itemsize)
-            crossing = network_model.crossing_us(sum(transfers), links)
-            yield "one launch", 1, copied + whole + crossing + add
+            whole = model.moved_us(elements * itemsize) + model.collective_us(elements * itemsize)
+            yield "one launch", 1, whole + model.crossing_us(sum(transfers)) + add
 
     by_blocks = share * itemsize >= CPU_NODE_SUM_BYTES
     return _pick_by_rows("reduce_scatter", problem, elements * itemsize, by_blocks, ways)
@@ -266,22 +253,22 @@ def padded(elements: int, topology: Topology) -> int:
     return round_up(elements, VECTOR * topology.world_size)
 
 
-def _node_sums(nbytes: int, topology: Topology, links: Links, gemm_us: float = 0.0) -> _Way:
-    sent = (topology.nodes - 1) * nbytes
-    us = gemm_us + network_model.collective_us(2 * nbytes, topology, links)
-    us += network_model.crossing_us(sent, links) + network_model.sum_us(nbytes, topology.nodes)
-    return _Way("node sums", 1, sent, us)
+def _node_sums(nbytes: int, model: Model, gemm_us: float = 0.0) -> _Way:
+    nodes = model.topology.nodes
+    sent = (nodes - 1) * nbytes
+    us = model.collective_us(2 * nbytes) + model.crossing_us(sent) + model.sum_us(nbytes, nodes)
+    return _Way("node sums", 1, sent, gemm_us + us)
 
 
 def plan_all_reduce(problem: PlanInput) -> Plan:
     """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     elements, nodes, ranks = problem.m * problem.n, topology.nodes, topology.ranks
     problem = replace(problem, m=1, n=elements, k=0, transpose_weight=False)
     itemsize = problem.dtype.itemsize
     nbytes, whole = elements * itemsize, padded(elements, topology) * itemsize
     why_not = _inside_sums_fused("all_reduce", problem, 1, elements)
-    ways = [] if why_not else [_node_sums(nbytes, topology, links)]
+    ways = [] if why_not else [_node_sums(nbytes, model)]
     for name, sent, columns in (
         ("shards", (nodes - 1) * whole // ranks, padded(elements, topology) // ranks),
         ("composed", 2 * sent_by_scatter(whole, topology), padded(elements, topology) // topology.world_size),
@@ -289,27 +276,25 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
         if reason := _inside_sums_fused("reduce_scatter", problem, ranks, columns):
             why_not = why_not or reason
             continue
-        twice = 2 * network_model.collective_us(whole, topology, links)
-        trips = 1 if name == "shards" else 2
-        crossing = trips * links.latency_us + network_model.crossing_us(sent, links) - links.latency_us
-        us = twice + crossing + network_model.sum_us(sent, 1)
+        us = 2 * model.collective_us(whole) + model.crossing_us(sent) + model.moved_us(sent)
+        us += problem.links.latency_us if name == "composed" else 0.0  # of its second trip
         ways.append(_Way(name, 1, sent, us))
     if not ways:
         return problem.unfused("all_reduce", why_not or "")
-    flat = network_model.flat_us(0.0, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    flat = model.flat_us(0.0, nbytes, passes=2) if problem.on_gpu else 0.0
     return _pick("all_reduce", problem, ways, flat, _cpu_sum(nbytes, ways))
 
 
 def plan_gemm_ar(problem: PlanInput) -> Plan:
     """The plan of a GEMM+AllReduce. Ranks share as many whole rows as they can; others go as node sums."""
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return problem.unfused("gemm_ar", reason)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     nbytes, row_bytes = m * n * itemsize, n * itemsize
     gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0
-    ways = [_node_sums(nbytes, topology, links, gemm)] if nbytes <= MAX_EXCHANGE_BYTES else []
+    ways = [_node_sums(nbytes, model, gemm)] if nbytes <= MAX_EXCHANGE_BYTES else []
     for name, ranks in (("shards", topology.ranks), ("composed", topology.world_size)):
         rest = m % ranks
         if m < ranks or rest * row_bytes > MAX_EXCHANGE_BYTES:
@@ -321,12 +306,12 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
             continue
         tail = (nodes - 1) * rest * row_bytes
         us, sent = _shared(name, dealt)
-        us += network_model.crossing_us(tail, links) + _SMALL_CALL_US if rest else 0.0
+        us += model.crossing_us(tail) + _SMALL_CALL_US if rest else 0.0
         ways.append(_Way(name, 1, sent + tail, us))
     if not ways:
         reason = f"the sum has {nbytes / 2**20:.0f} MiB, more than an exchange holds, and {m} rows"
         return problem.unfused("gemm_ar", reason)
-    flat = network_model.flat_us(gemm, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    flat = model.flat_us(gemm, nbytes, passes=2) if problem.on_gpu else 0.0
     return _pick("gemm_ar", problem, ways, flat, _cpu_sum(nbytes, ways))
 
 
@@ -340,15 +325,15 @@ def _of_sums(problem: PlanInput) -> PlanInput:
 
 def _shared(name: str, problem: PlanInput) -> tuple[float, int]:
     """Microseconds and bytes of a GEMM+AllReduce whose rows the ranks of a node, or all ranks, share."""
-    topology, links = _levels(problem)
+    model, topology = _levels(problem)
     nbytes = problem.m * problem.n * problem.result_dtype.itemsize
     sent, us = 2 * sent_by_scatter(nbytes, topology), 0.0
     if name == "shards":
         sent = (topology.nodes - 1) * nbytes // topology.ranks
     if problem.on_gpu and name == "shards":
-        us = _launch_us("gemm_rs", problem, problem.m, free=False) + network_model.crossing_us(sent, links)
-        us += network_model.sum_us(nbytes / topology.ranks, topology.nodes)
-        us += network_model.collective_us(nbytes, topology, links)
+        us = _launch_us("gemm_rs", problem, problem.m, free=False) + model.crossing_us(sent)
+        us += model.sum_us(nbytes / topology.ranks, topology.nodes)
+        us += model.collective_us(nbytes)
     elif problem.on_gpu:
         parts = [plan_gemm_rs(problem), plan_all_gather(_of_sums(problem))]
         # Each may be flat.

@@ -261,7 +261,7 @@ def test_a_plain_gemm_of_a_node_of_one_rank_leaves_sms_free(monkeypatch: pytest.
     launched: list[int] = []
     plan = Plan("gemm", 8, 8, 8, torch.bfloat16, 1, False, True, "", "", choice=3)
     monkeypatch.setattr(gemm, "_kernel", lambda *arguments, **_: launched.append(arguments[-1]))
-    monkeypatch.setattr(gemm, "_sms", lambda device: 132)
+    monkeypatch.setattr(gemm.cuda, "num_sms", lambda device: 132)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(gemm, "plan_without_workspace", lambda *_: plan)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))

@@ -22,7 +22,7 @@ from torch.nn.functional import linear, pad
 
 import flux
 from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, operator, plain
-from flux.ops import scatter_norm_gather as joined
+from flux.ops import add_norm as joined
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
 from flux.ops.workspaces import rank_and_size
