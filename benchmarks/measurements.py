@@ -17,7 +17,6 @@ from flux.bench.model import FP8_KIND, Bar, Derived, Row, Summary, summarise
 from flux.bench.record import Record
 from flux.bench.report import BARS
 from flux.bench.suites import Request, load
-from flux.cli.show import KINDS
 from kernel_sources import EQUAL_RESTS, SOURCES, History
 
 # The standard deviation in the variant of a row with experts.
@@ -176,17 +175,16 @@ def read(folder: Path, judge: Judge) -> tuple[list[Group], list[Other]]:
     others: list[Other] = []
     for path in sorted(folder.glob("*.json")):
         data = read_json(path)
-        kind = next(
-            (kind.name for kind in KINDS if isinstance(data, dict) and data and kind.is_one(data)), ""
-        )
-        if kind == "a result of bench":
+        if not isinstance(data, dict):
+            raise ValueError(f"{path.name}: no result")
+        if "rows" in data and "suite" in data:
             runs.append((records.from_json(data), path.name))
         elif parts := next((key for key in _WHOLE if key in data), ""):
             op, has_experts = _WHOLE[parts]
             op = f"{op}_moe" if has_experts(data) else op
             where = (data["commit"], data["date"], _machine(data["machine"]), len(data[parts]))
             others.append(Other(_source(path.name, op, *where, judge), data))
-        elif kind == "losses of a training":
+        elif data and all(isinstance(curve, list) for curve in data.values()):
             named = _NAMED_COMMIT.search(path.name)
             if named is None:
                 raise ValueError(f"{path.name}: losses name their commit in the name of the file")
@@ -195,7 +193,7 @@ def read(folder: Path, judge: Judge) -> tuple[list[Group], list[Other]]:
             others.append(Other(_source(path.name, "losses", *where, judge), data))
         else:
             known = "bench, vllm_throughput.py, megatron_model.py or a training"
-            raise ValueError(f"{path.name}: no result of {known}: {kind or 'unknown'}")
+            raise ValueError(f"{path.name}: no result of {known}")
     groups: dict[tuple[str, str, int, str], Group] = {}
     for record, name in sorted(runs, key=lambda run: run[0].date, reverse=True):
         _add(groups, record, name, judge)

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import whole_models
-from flux.cli.tables import furthest_apart
 from measurements import Group, Measured, Other, Source, operator_of
 from results_text import CELLS, HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
 
@@ -241,7 +240,7 @@ def losses(found: Sequence[Other], up: str) -> list[str]:
     parts = []
     for other in found:
         curves = other.data
-        apart, step = furthest_apart(curves.values())
+        apart, step = max((max(at) - min(at), i) for i, at in enumerate(zip(*curves.values(), strict=True)))
         steps = len(next(iter(curves.values())))
         at = (0, steps // 2, steps - 1)
         lines = [[name, *(f"{curve[i]:.4f}" for i in at)] for name, curve in curves.items()]

@@ -1,4 +1,4 @@
-"""``flux bench --show``: every JSON file that flux writes, as a table."""
+"""``flux bench --show``: results of bench, verify and doctor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flux._files import read_json
 from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench.report import TABLE_WIDTH, make_console, render
-from flux.cli import doctor, tables, verify
+from flux.cli import doctor, verify
 
 Data = dict[str, Any]
 
@@ -28,14 +28,6 @@ class Kind:
     show: Callable[[Data, Console], None]
 
 
-def _losses(data: Data) -> bool:
-    """Curves by name, numbers of equal length."""
-    curves = list(data.values())
-    return all(isinstance(c, list) and c and all(isinstance(x, int | float) for x in c) for c in curves) and (
-        len({len(c) for c in curves}) == 1
-    )
-
-
 _RESULT = Kind(
     "a result of bench",
     lambda data: "rows" in data and "suite" in data,
@@ -45,8 +37,6 @@ KINDS = (
     _RESULT,
     Kind("outcomes of verify", lambda data: "outcomes" in data, verify.show),
     Kind("findings of doctor", lambda data: "findings" in data, doctor.show),
-    Kind("losses of a training", _losses, tables.show_losses),
-    Kind("tuning data (with a key 'what')", lambda data: "what" in data, tables.show),
 )
 
 

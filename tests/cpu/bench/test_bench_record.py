@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from flux import _native, machine
 from flux.bench import plot, record, report
 from flux.bench.model import Row, Timing
 from flux.bench.record import Record
-from flux.cli import app
 
 
 def make_record(device: str = "cuda", *, complete: bool = True) -> Record:
@@ -163,7 +161,3 @@ def test_raw_measurements_have_one_head_and_a_line_for_each_row(tmp_path: Path) 
     lines = file.read_text().splitlines()
     assert len(lines) == 2 + len(head) + len(rows) + 1
     assert [json.loads(line.strip().rstrip(",")) for line in lines if '"case"' in line] == rows
-    shown = CliRunner().invoke(app, ["bench", "--show", str(file)])
-    assert shown.exit_code == 0 and all(
-        word in shown.stdout for word in ("microseconds of nothing", "about, tp: 2", "first", "2, 3")
-    ), shown.output
