@@ -20,7 +20,7 @@ from flux.cli.verify_log import RUNNING, Outcome
 from flux.ops import gemm as products
 from flux.plan.gemm import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
-from flux.testing.compare import CALLS, compare, first_wrong
+from flux.testing.compare import compare, first_wrong, successive
 from flux.testing.emulate import EmulatedRanks, why_not
 from flux.testing.emulate_moe import EmulatedMoeRanks
 
@@ -74,10 +74,6 @@ def named_cases(world_size: int, device: str, op: str = "gemm_rs") -> list[tuple
 
 def is_copied(case: Case) -> bool:
     return case.m // case.world_size * case.k * case.dtype.itemsize >= COPY_FROM_BYTES
-
-
-def _successive(case: Case) -> list[Case]:
-    return [replace(case, seed=case.seed + 100 * i) for i in range(CALLS)]
 
 
 def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device) -> str:
@@ -146,7 +142,7 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
 
 
 def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
-    cases = _successive(case)
+    cases = successive(case)
     data = [[_emulated_inputs(op, c, rank, ranks.device) for rank in range(case.world_size)] for c in cases]
     torch.cuda.synchronize(ranks.device)
     results = [_emulated_call(ranks, op, case, inputs, i) for i, inputs in enumerate(data)]
@@ -242,7 +238,7 @@ def run_rank(rank: int, world_size: int, device_type: str, log: str, nodes: int 
 
 
 def _rank_case(op: str, rank: int, case: Case, device: torch.device) -> str:
-    cases = _successive(case)
+    cases = successive(case)
     data = [c.inputs(rank, device) for c in cases]
     with torch.no_grad():
         results = [_rank_call(op, case, *inputs, i) for i, inputs in enumerate(data)]

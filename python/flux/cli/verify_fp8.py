@@ -14,7 +14,7 @@ import flux
 from flux.fp8.scales import Scales
 from flux.ops.norm_and_quant import End
 from flux.testing import ScaledCase
-from flux.testing.compare import CALLS, compare, first_difference, first_wrong
+from flux.testing.compare import compare, first_difference, first_wrong, successive
 from flux.testing.emulate import EmulatedRanks
 
 Tensors = list[torch.Tensor]
@@ -61,7 +61,7 @@ def gemm_case(case: ScaledCase, device: torch.device) -> str:
 def rank_case(rank: int, case: Fp8Case, device: torch.device) -> str:
     """Successive calls on one rank of a real group."""
     results = []
-    for number, data in enumerate(_successive(case.data)):
+    for number, data in enumerate(successive(case.data)):
         x, weight, scale_x, scale_w, bias = _on(device, *data.inputs(rank))
         how: dict[str, Any] = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": data.out_dtype}
         if case.ends:
@@ -90,7 +90,7 @@ def rank_case(rank: int, case: Fp8Case, device: torch.device) -> str:
 def emulated_case(ranks: EmulatedRanks, case: Fp8Case) -> str:
     """As rank_case, with all ranks on one GPU."""
     said, p = [], ranks.world_size
-    for number, data in enumerate(_successive(case.data)):
+    for number, data in enumerate(successive(case.data)):
         inputs = [_on(ranks.device, *data.inputs(rank)) for rank in range(p)]
         xs, weights, of_rows, of_columns, biases = ([each[i] for each in inputs] for i in range(5))
         scales = [
@@ -116,10 +116,6 @@ def emulated_case(ranks: EmulatedRanks, case: Fp8Case) -> str:
         ranks.check()
         said += [_compare(case.op, rank, data, outs, end) for rank, outs in enumerate(results)]
     return first_wrong(said)
-
-
-def _successive(case: ScaledCase) -> list[ScaledCase]:
-    return [replace(case, seed=case.seed + 100 * i) for i in range(CALLS)]
 
 
 def _on(device: torch.device, *tensors: torch.Tensor | None) -> list[Any]:

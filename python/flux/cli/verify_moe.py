@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import flux
-from flux.testing.compare import CALLS, first_difference, first_wrong
+from flux.testing.compare import first_difference, first_wrong, successive
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
 
@@ -33,14 +33,10 @@ def named_cases(world_size: int, nodes: int = 1) -> list[tuple[str, MoeCase]]:
     return cases
 
 
-def _successive(case: MoeCase) -> list[MoeCase]:
-    return [replace(case, seed=case.seed + 1 + i) for i in range(CALLS)]
-
-
 def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:
     """Successive calls on one rank of a real group."""
     results = []
-    for c in _successive(case):
+    for c in successive(case):
         ids, weights = (t.to(device) for t in c.routing(rank))
         routing = flux.moe.route(ids, weights, c.num_experts, ep_size=c.ep_size, max_tokens=c.max_tokens)
         hidden = c.hidden_rows(rank, routing.rows.shape[0]).to(device)
@@ -53,7 +49,7 @@ def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:
 def emulated_case(ranks: EmulatedMoeRanks, case: MoeCase) -> str:
     """As rank_case, with all ranks on one GPU and routing on the host."""
     said = []
-    for c in _successive(case):
+    for c in successive(case):
         layouts, every = ranks.route(c), range(c.world_size)
         xs, w1s, w2s = ([make(rank).to(ranks.device) for rank in every] for make in (c.x, c.w1, c.w2))
         hidden = [c.hidden_rows(rank, layouts[rank].max_rows).to(ranks.device) for rank in every]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 # Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
 CALLS = 3
 EXACT = "exact"
+
+
+Case = TypeVar("Case", bound=Any)  # a dataclass with a seed
+
+
+def successive(case: Case) -> list[Case]:
+    """The cases of successive calls: of one kind, with other data each."""
+    return [replace(case, seed=case.seed + 100 * i) for i in range(CALLS)]
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:

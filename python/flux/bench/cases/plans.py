@@ -25,12 +25,13 @@ def explained(
 
 
 def plan_dict(plan: Any) -> dict[str, Any]:
-    """A flux.Plan as JSON: what was chosen, why, and what the model gave to the others."""
+    """A flux.Plan as JSON: what was chosen, and why."""
     # Candidates are sorted, and the plan is the model's best.
     chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.candidates else ""
     if plan.by_flux and plan.op in ("gemm_ar", "all_reduce"):
-        way = {0: "one-shot", 1: "two-shot"}.get(plan.mode, "gemm_rs + all_gather")
-        chosen = f"{plan.config_name} {way}".strip()
+        ways = {"parts": "gemm + all_reduce", "composed": "gemm_rs + all_gather"}
+        mode = {0: "one-shot", 1: "two-shot"}.get(plan.mode, plan.way)
+        chosen = ways.get(plan.way, f"{plan.config_name} {mode}").strip()
     if plan.levels is not None:
         chosen = plan.levels.reason
     return {
@@ -40,5 +41,4 @@ def plan_dict(plan: Any) -> dict[str, Any]:
         "config": chosen,
         "time_us": plan.time_us,
         "reason": str(plan.reason),
-        "candidates": [[str(name), float(time)] for name, time in plan.candidates],
     }
