@@ -126,12 +126,14 @@ class Group:
     @property
     def covered(self) -> int:
         """How many shapes of the suite it has."""
+        if self.suite == OTHERS:
+            return len(self.rows)
         mine = {shape(self.op, found.row) for found in self.rows}
         return len(mine & suite_shapes(self.op, self.suite, self.tp))
 
     @property
     def shapes(self) -> int:
-        return len(suite_shapes(self.op, self.suite, self.tp))
+        return self.covered if self.suite == OTHERS else len(suite_shapes(self.op, self.suite, self.tp))
 
     @property
     def is_full(self) -> bool:
@@ -144,6 +146,9 @@ Shape = tuple[str, str, int, str]
 def shape(op: str, row: Any) -> Shape:
     """What a suite asks for. Of a mixture of experts the layout counts, and one imbalance is enough."""
     return row.model, row.pattern, row.m, row.variant.split()[0] if op.startswith("moe") else ""
+
+
+OTHERS = "shapes of no suite"  # given by --n and --k
 
 
 @cache
@@ -215,7 +220,8 @@ def _add(groups: dict[tuple[str, str, int, str], Group], record: Record, name: s
     for op in dict.fromkeys(row.kind for row in record.rows):
         rows = [row for row in record.rows if row.kind == op]
         source = _source(name, op, record.commit, record.date, machine, len(rows), judge)
-        key = (op, record.suite, rows[0].tp, machine)
+        suite = OTHERS if rows[0].model == "custom" else record.suite
+        key = (op, suite, rows[0].tp, machine)
         group = groups.setdefault(key, Group(*key, rows=[]))
         have = {_key(found.row) for found in group.rows}
         for row in rows:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import whole_models
-from measurements import Group, Measured, Other, Source, operator_of
+from measurements import OTHERS, Group, Measured, Other, Source, operator_of
 from results_text import CELLS, HEAD, LOSSES, MODELS, OPERATORS, PAGES, README_HEAD, README_NOTES, VLLM, Page
 
 _NUMERIC = re.compile(r"[\d.,*–% µs/]*( \(\*{0,2}[\d.]+\*{0,2}\))?")
@@ -67,6 +67,8 @@ def origin(source: Source, up: str) -> str:
 
 def label(group: Group, found: Measured) -> str:
     row = found.row
+    if group.suite == OTHERS:
+        return f"{row.n} × {row.k}"
     return f"{row.name} ({row.pattern})" if operator_of(group.op) == "gemm" else row.name
 
 

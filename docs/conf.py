@@ -41,7 +41,7 @@ nitpicky = True
 nitpick_ignore = [("py:class", "flux.fp8.scales.Scaling"), ("py:class", "flux.plan.network_model.TwoLevel")]
 # What annotations call classes that have pages under other names.
 nitpick_ignore += [("py:class", name) for name in ("Tensor", "torch.nn.parameter.Parameter")]
-nitpick_ignore += [("py:class", "collections.abc.Iterable")]
+nitpick_ignore += [("py:class", "collections.abc.Iterable"), ("py:class", "_Options")]
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4
