@@ -242,17 +242,12 @@ def _run(call: Grouped, recipe: repeat.Recipe) -> Any:
 def _why_not(call: Grouped, columns: int) -> str | None:
     """Why the kernel does not support a call, or None. columns: of the result."""
     x, scales, k = call.x, call.scales, call.x.shape[1]
-    if scales is not None:
-        problem = PlanInput("cuda", 1, columns, k, x.dtype, scaling=scales.scaling(k))
-        fused, reason = can_run_fused(_NAME, problem)
-        if fused and scales.x.dim() == 2 and columns < call.weight.shape[1] and columns % fp8.BLOCK:
-            return f"halves of {columns} columns share a block's scale"
-        return cuda.why_not(x.device) if fused else reason
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
-    if k % 8 or columns % 8:
-        return f"n, k = {columns}, {k} are not multiples of 8: TMA needs 16-byte aligned rows"
-    return cuda.why_not(x.device)
+    scaling = None if scales is None else scales.scaling(k)
+    fused, reason = can_run_fused(_NAME, PlanInput("cuda", 1, columns, k, x.dtype, scaling=scaling))
+    by_block = scales is not None and scales.x.dim() == 2
+    if fused and by_block and columns < call.weight.shape[1] and columns % fp8.BLOCK:
+        return f"halves of {columns} columns share a block's scale"
+    return cuda.why_not(x.device) if fused else reason
 
 
 def readable_weight(weight: Tensor, activation: str | None, scales: Scales | None) -> Tensor:

@@ -16,6 +16,7 @@ from flux.calls import argument_types, checks, transforms
 from flux.calls.schemas import library
 from flux.comm import cuda
 from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
+from flux.plan.choose import PlanInput, can_run_fused
 
 Tensor = torch.Tensor
 # The bit of a kernel's choice that fetches what is added to before; the others are a tile (csrc/moe/moe.h).
@@ -177,11 +178,9 @@ def uses_kernel(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> boo
 
 def why_not(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> str | None:
     """Why the kernel does not support the arguments, or None."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
-    n, k = grad.shape[1], x.shape[1]
-    if n % 8 or k % 8:
-        return f"n, k = {n}, {k} are not multiples of 8: TMA needs 16-byte aligned rows"
+    fused, reason = can_run_fused("grouped_wgrad", PlanInput("cuda", 1, grad.shape[1], x.shape[1], x.dtype))
+    if not fused:
+        return reason
     if main_grad is not None:
         if main_grad.dtype != torch.float32:
             return f"the kernel adds to float32, not {str(main_grad.dtype).removeprefix('torch.')}"

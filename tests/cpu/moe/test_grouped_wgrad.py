@@ -148,9 +148,9 @@ def test_what_the_kernel_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"x": torch.ones(ROWS, K)}, "takes bfloat16 and float16, not float32"),
-        ({"grad": torch.ones(ROWS, N + 1).bfloat16()}, "17, 24 are not multiples of 8"),
-        ({"x": torch.ones(ROWS, K + 4).bfloat16()}, "16, 28 are not multiples of 8"),
+        ({"x": torch.ones(ROWS, K)}, "take bfloat16 and float16, not float32"),
+        ({"grad": torch.ones(ROWS, N + 1).bfloat16()}, "n = 17 is not a multiple of 8"),
+        ({"x": torch.ones(ROWS, K + 4).bfloat16()}, "k = 28 is not a multiple of 8"),
         ({"main_grad": torch.ones(4, N, K).bfloat16()}, "adds to float32, not bfloat16"),
         ({"main_grad": torch.ones(4, K, N).transpose(1, 2)}, "do not begin at multiples of 16 bytes"),
         ({"main_grad": torch.ones(4, N, K + 2)[:, :, :K]}, "do not begin at multiples of 16 bytes"),
