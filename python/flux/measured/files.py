@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
@@ -20,6 +20,8 @@ from flux.measured.times import NO_FACTS, OLD_WAYS, Fact, Tuning
 _Schema = Literal[1]
 (SCHEMA,) = get_args(_Schema)
 SHIPPED = Path(__file__).with_name("shipped")
+# By how much another machine's ways must differ for a plan to follow them.
+_BORROWED = 0.05
 
 
 def local(device: torch.device) -> Tuning:
@@ -76,11 +78,20 @@ def _read_once(setting: str, device: torch.device) -> Tuning:
 
 
 def _shipped(here: Machine) -> Tuning:
-    for path in sorted(SHIPPED.glob("*.json")):
+    """The facts of this kind of machine. Operators that were not measured on it with so many ranks have those
+    of a machine with other memory or clocks: what a way saves there it saves here, within _BORROWED.
+    """
+    own, others = NO_FACTS, list[Fact]()
+    for path in sorted(SHIPPED.glob("*.json")) if here.arch != "cpu" else ():
         machine, facts = read(path)
-        if here.arch != "cpu" and machine.difference(here) is None:
-            return Tuning(facts, path.stem)
-    return NO_FACTS
+        if machine.difference(here) is None:
+            own = Tuning(facts, path.stem)
+        elif replace(machine, sm_mhz=None, memory_gb_per_s=None).difference(here) is None:
+            source = "{}, another machine"
+            others = [replace(each, noise=_BORROWED, source=source.format(each.source)) for each in facts]
+    measured = {(fact.op, fact.ranks) for fact in own.facts}
+    borrowed = [fact for fact in others if (fact.op, fact.ranks) not in measured]
+    return Tuning((*own.facts, *borrowed), own.source) if borrowed else own
 
 
 def of_vllm() -> Iterator[tuple[Machine, dict[str, Any]]]:

@@ -240,10 +240,14 @@ def test_each_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch
     properties.name = "a GPU"
     monkeypatch.setattr(machines, "smi", lambda: [])
     assert machine.of_result(machines.describe("cuda"), "a result") == here
-    assert len(files._shipped(here).facts) > 400
-    of_h100 = files._shipped(replace(here, memory_gb_per_s=3352.0))
-    assert 0 < len(of_h100.facts) < 400
-    assert not files._shipped(replace(here, memory_gb_per_s=2000.0)).facts
+    h200, h100 = (files._shipped(replace(here, memory_gb_per_s=rate)) for rate in (4916.7, 3352.0))
+    assert len(h200.facts) > 400 and not any("another machine" in fact.source for fact in h200.facts)
+    assert not files._shipped(replace(here, memory_gb_per_s=2000.0, link_gb_per_s=100.0)).facts
+    # Four ranks were measured on an H200 only: an H100 follows it where a way gains enough.
+    assert {fact.op for fact in h100.facts if fact.ranks == 2 and "another" not in fact.source} >= {"gemm_rs"}
+    for m, n, k, way in ((512, 4096, 14336, "parts"), (4096, 4096, 14336, "kernel")):
+        found = h100.estimates("gemm_rs", 4, 2, m, n, k // 4)
+        assert found[0].way == way and found[0].margin >= 0.05 and "another machine" in found[0].source
 
 
 def test_links_are_counted_by_the_drivers_library() -> None:
