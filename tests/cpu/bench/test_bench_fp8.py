@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -23,10 +19,10 @@ from typer.testing import CliRunner
 import flux
 from flux import peers as packages
 from flux.bench import record
-from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
+from flux.bench.cases import gemm, libraries, moe, quantize, ranks
 from flux.bench.cases import peers as peer_cases
-from flux.bench.cases.common import Context, Lineup
-from flux.bench.cases.operands import Scaled, quantized
+from flux.bench.cases.common import Context
+from flux.bench.cases.operands import Scaled
 from flux.bench.model import (
     FP8,
     IN_16_BITS,
@@ -44,12 +40,10 @@ from flux.bench.timing import CpuTimer
 from flux.bench.tune import facts_of
 from flux.cli import app
 from flux.fp8.scales import Scaling
-from flux.integrations import async_tp
 from flux.measured.times import Fact, Tuning, scaled
 from flux.moe import gemm_gather_rs
 from flux.plan.choose import PlanInput, planned
-from flux.testing import ScaledCase, spawn
-from flux.testing.compare import compare
+from flux.testing import spawn
 
 runner = CliRunner()
 ONE = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
@@ -143,45 +137,6 @@ def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.notes[1] == "Absent could not run: no_such_package is not installed"
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_deep_gemm_is_a_peer_with_scales_of_blocks(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    """A stand-in with the signatures of DeepGEMM 2.1: right, or without the scales of the weight."""
-
-    def fp8_gemm_nt(
-        a: tuple[Tensor, Tensor],
-        b: tuple[Tensor, Tensor],
-        d: Tensor,
-        c: Tensor | None = None,
-        recipe: tuple[int, int, int] | None = None,
-        compiled_dims: str = "nk",
-        disable_ue8m0_cast: bool = False,
-    ) -> None:
-        assert disable_ue8m0_cast and a[1].stride(0) == 1 and a[1].stride(1) % 4 == 0
-        scale_w = torch.ones_like(b[1]) if wrong else b[1]
-        d.copy_(flux.gemm(a[0], b[0], scale_x=a[1], scale_w=scale_w, out_dtype=torch.float32))
-
-    def aligned(x: Tensor) -> Tensor:
-        rows, columns = x.shape
-        return x.new_zeros(columns, (rows + 3) // 4 * 4).copy_(_padded(x.t()))[:, :rows].t()
-
-    def _padded(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, (0, -x.shape[1] % 4))
-
-    module = ModuleType("deep_gemm")
-    module.__dict__.update(
-        __spec__=ModuleSpec("deep_gemm", None),
-        fp8_gemm_nt=fp8_gemm_nt,
-        get_mn_major_tma_aligned_tensor=aligned,
-    )
-    monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    row = measure(problem("block"), ONE, CpuTimer(None), SETTINGS)
-    assert ("DeepGEMM" in row.times) != wrong
-    said = "DeepGEMM with block scales could not run: wrong: product: off by"
-    assert any(note.startswith(said) for note in row.notes) == wrong
-    row = measure(problem("row"), ONE, CpuTimer(None), SETTINGS)
-    assert "DeepGEMM" not in row.times
-
-
 def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
     """gemm_ar with a library that leaves `out` alone, and an all-reduce of a package: what it was given is
     the product.
@@ -209,20 +164,6 @@ def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
             if candidate.name == "Mine+Other":
                 candidate.call()
     return [c.name for c in prepared.candidates], [torch.equal(products[0], summed[-1])]
-
-
-def async_products(rank: int, world_size: int) -> list[str]:
-    """torch's fused operators, whose place flux takes on CPUs, with the arguments of the benchmark."""
-    async_tp.install()
-    group, said = dist.group.WORLD.group_name, []
-    for op, kind in product(ranks.ASYNC_TP, ("tensor", "row")):
-        case = ScaledCase(32, 48, 256, world_size, kind, sums=op == "gemm_rs")
-        x, weight, of_x, of_w, _ = case.inputs(rank)
-        got: Any = ranks.ASYNC_TP[op](Scaled(x, of_x), Scaled(weight, of_w), group, torch.bfloat16)
-        rows = slice(rank * 16, rank * 16 + 16) if op == "gemm_rs" else slice(None)
-        want = case.total()[rows] if op == "gemm_rs" else case.gathered(rank)
-        said.append(compare(got if op == "gemm_rs" else got[1][0], want))
-    return said
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
@@ -270,17 +211,13 @@ def between_ranks() -> tuple[Any, ...]:
 
 
 def all_on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
-    return behind_products(rank, world_size), layers(rank, world_size), async_products(rank, world_size)
+    return behind_products(rank, world_size), layers(rank, world_size)
 
 
 def test_other_all_reduces_sum_the_product(between_ranks: Any) -> None:
     names, same = between_ranks[0]
     assert {"Mine", "Mine+gloo", "Mine+Other", "flux.gemm+gloo", "flux.gemm+Other"} <= set(names)
     assert same == [True]
-
-
-def test_arguments_of_async_tp(between_ranks: Any) -> None:
-    assert between_ranks[2] == ["exact"] * 4
 
 
 def test_expert_layers(between_ranks: Any) -> None:
@@ -291,32 +228,6 @@ def test_expert_layers(between_ranks: Any) -> None:
     assert "all-to-all+flux.grouped_gemm" in rows[1][1] and "gloo+flux.grouped_gemm" in rows[0][1]
     assert "flux.grouped_gemm+all-to-all" in rows[4][1] and "flux.grouped_gemm+gloo" in rows[3][1]
     assert any("takes no block scales" in note for note in rows[2][2])
-
-
-def test_a_scaled_grouped_product_of_torch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has it on GPUs only: a stand-in of its arguments, right and then without the scales of x."""
-
-    def stand_in(
-        x: Tensor, w: Tensor, of_x: Tensor, of_w: Tensor, offs: Tensor, out_dtype: torch.dtype
-    ) -> Tensor:
-        assert x.dtype == w.dtype == torch.float8_e4m3fn and w.stride(1) == 1
-        assert of_x.shape == x.shape[:1] and of_w.shape == (w.shape[0], w.shape[2])
-        expert = torch.searchsorted(offs, torch.arange(len(x)), right=True)
-        rows = [x[i].float() * (of_x[i] if right else 1) @ w[e].float() for i, e in enumerate(expert)]
-        return (torch.stack(rows) * of_w[expert]).to(out_dtype)
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
-    x = quantized(torch.randn(6, 64), "row")
-    weight, offsets = quantized(torch.randn(2, 32, 64), "row"), torch.tensor([0, 4, 6], dtype=torch.int32)
-    right = True
-    lineup = Lineup(ONE)
-    found = moe_peers.grouped_products(lineup, x, weight, offsets)
-    assert [each.name for each in found] == ["flux.grouped_gemm", "_scaled_grouped_mm"]
-    assert lineup.notes == []
-    right = False
-    found = moe_peers.grouped_products(lineup, x, weight, offsets)
-    assert [each.name for each in found] == ["flux.grouped_gemm"]
-    assert "could not run: wrong" in lineup.notes[0]
 
 
 def test_bars_and_facts() -> None:

@@ -217,18 +217,6 @@ def test_wrong_sums_and_norms_are_found(between_ranks: Any) -> None:
         assert "wrong; at [0, 0]" in found[1], found
 
 
-def test_a_peer_that_does_not_take_a_size_says_so() -> None:
-    context = Context(0, 1, 1, torch.device("cpu"), torch.float32, None)
-    with (
-        mock.patch.dict(sys.modules, stand_ins()),
-        mock.patch.object(dist, "new_group"),
-        mock.patch.object(dist, "get_backend", return_value="gloo"),
-    ):
-        reduce, _ = peers._vllm(context, 4096, 1024, None)
-        with pytest.raises(RuntimeError, match=r"^it does not sum \[4096, 1024\]$"):
-            reduce(torch.ones(4096, 1024), torch.ones(1))
-
-
 def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"vllm", "flashinfer"}
     monkeypatch.setattr(peers, "find_spec", lambda module: module in here)

@@ -9,7 +9,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,39 +150,6 @@ def test_distance_of_gradients(benchmark: Any) -> None:
     theirs = {**copy.copy(ours), "b": torch.tensor([1.0])}
     del theirs["c"]
     assert benchmark.distance(ours, theirs) == pytest.approx(3 / 10**0.5)
-
-
-def test_some_candidates(benchmark: Any, tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    arguments = ["--models", "llama-3-8b", "--cpu", "--rounds", "1", "--iters", "1", "--json", str(file)]
-    assert benchmark.main([*arguments, "--candidates", "flux"]) == 0
-    result = json.loads(file.read_text())
-    assert list(result["models"][0]["candidates"]) == ["stock", "flux"]
-    assert benchmark.main([*arguments, "--candidates", "flax"]) == 1
-    (fault,) = json.loads(file.read_text())["faults"]
-    assert "expected some of ['flux', 'flux, gathered x kept', 'stock'], got ['flax']" in fault
-
-
-def test_models_have_their_time(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that fails leaves the others, and none begins that would last beyond the deadline."""
-    clock = iter([0.0, 10.0, 10.0, 20.0, 25.0, 95.0])
-    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock))
-    limits: list[float] = []
-
-    def spawn(_: Callable[..., Any], ranks: int, settings: Any, *, timeout_s: float, **__: Any) -> list[Any]:
-        limits.append(timeout_s)
-        if settings.model.experts:
-            raise benchmark.SpawnError([])
-        return [{"candidates": {"stock": {"loss": 1.0, "gradients_apart": 0.0}}, "skipped": {}}] * ranks
-
-    monkeypatch.setattr(benchmark, "spawn", spawn)
-    options = benchmark.options_of(["--models", "llama-3-8b", "mixtral-8x7b", "llama-3-70b", "qwen3-32b"])
-    asked = [(name, benchmark.settings_of(options, name)) for name in options.models]
-    record: dict[str, Any] = {"models": [], "faults": []}
-    assert len(list(benchmark.measure_all(asked, record, 100.0))) == 2
-    assert [model["name"] for model in record["models"]] == ["llama-3-8b", "llama-3-70b"]
-    assert [fault.partition(":")[0] for fault in record["faults"]] == ["mixtral-8x7b", "qwen3-32b"]
-    assert limits == [100.0, 90.0, 80.0]
 
 
 def test_options(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

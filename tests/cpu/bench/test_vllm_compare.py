@@ -66,28 +66,6 @@ def test_a_run_that_was_not_what_its_name_says_is_found(compare: Any, runs: Any,
     assert fault is None or fault in faults[0]
 
 
-def test_by_default_flux_may_leave_all_to_vllm(compare: Any) -> None:
-    runs = STOCK | {"flux-graph": _run((0, 0), (0, 0))}
-    assert compare.faults_of(runs, [], cpu=False, defaults=True) == []
-
-
-def test_every_run_is_compared_with_stock_of_its_mode(compare: Any) -> None:
-    flux = ["flux-graph", "flux-from256-unfused-graph"]
-    assert compare.pairs_of(["stock-graph", *flux]) == [("stock-graph", run) for run in flux]
-    both = ["stock-graph", "stock-eager", "flux-eager"]
-    assert compare.pairs_of(both) == [("stock-eager", "flux-eager"), ("stock-graph", "stock-eager")]
-
-
-def test_pairs_that_said_something_are_compared(compare: Any) -> None:
-    said = [[{1: -0.5, 2: -1.0}]], [[{1: -0.75, 2: -0.5}]]
-    runs = {"stock-graph": {"forced": said[0]}, "flux-graph": {"forced": said[1]}, "flux-nccl-graph": {}}
-    (found,) = compare.compare_all(runs, [[9, 1]])
-    assert found["runs"] == ["stock-graph", "flux-graph"] and found["forced"]["mean_apart"] == 0.25
-    assert compare.faults_of({}, [found], cpu=False) == []
-    (fault,) = compare.faults_of({}, [found], cpu=True)
-    assert fault == "['stock-graph', 'flux-graph']: other tokens, in float32"
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_is_no_number_is_found_on_either_side(compare: Any, bad: float) -> None:
     good, broken = [[{1: -0.5, 8: -1.0}]], [[{1: bad, 8: -1.0}]]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from bench_scripts import script
 from leftovers import ENDED, STOPPED, become
 
@@ -53,23 +50,6 @@ def test_settings_are_those_of_the_run(
     environment = replace(settings, min_tokens=1, defaults=False).environment("flux-graph")
     assert environment["FLUX_VLLM_MIN_TOKENS"] == "1"
     assert environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
-
-
-def test_models(benchmark: Any) -> None:
-    assert benchmark.MODELS.keys() == benchmark.TWINS.keys()
-    llama, qwen = (benchmark.MODELS[name] for name in ("llama-3-8b", "qwen3-30b-a3b"))
-    # 64 sequences of 2048 tokens, 8 layers, keys and values of half of the heads, 128 columns, 2 bytes.
-    assert llama.kv_bytes(2) == 64 * 2048 * 8 * 2 * 4 * 128 * 2
-    assert qwen.kv_bytes(2) == llama.kv_bytes(2) // 2
-    assert qwen.kv_bytes(8) == qwen.kv_bytes(4), "a rank has one head at least"
-    config = qwen.config()
-    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
-    sizes = ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
-    assert [config[size] for size in sizes] == [2048, 128, 768, 128, 8]
-    assert not any("expert" in key for key in llama.config())
-    assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 0, 0, 8, 4]
-    mixtral = benchmark.MODELS["mixtral-8x7b"].config()
-    assert (mixtral["model_type"], mixtral["num_local_experts"]) == ("mixtral", 8)
 
 
 def test_an_engine_that_does_not_come_up_says_why(
@@ -183,18 +163,6 @@ def test_by_default_multicast_is_on_only_where_the_machine_allows_it(
     assert os.environ.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND") == ("trtllm" if off else None)
 
 
-def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path: Path) -> None:
-    model = benchmark.MODELS["llama-3-8b"]
-    for defaults in (False, True):
-        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, defaults)
-        assert settings.fuses("flux-graph") is settings.fuses("stock-nccl-graph") is defaults
-        assert not settings.fuses("flux-unfused-graph")
-    runs = ["stock-graph", "stock-nccl-unfused-graph", "flux-unfused-graph"]
-    assert benchmark.options_of(["--runs", *runs]).runs == runs
-    with pytest.raises(SystemExit):
-        benchmark.options_of(["--runs", "stock-unfused-nccl-graph"])
-
-
 def test_an_engine_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was stopped is slow for its first 0.4 s; later one time in five is."""
     engine = importlib.import_module("vllm_engine")
@@ -220,32 +188,6 @@ def test_an_engine_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytes
     assert taken == [1] * 6 + [51] * 2
 
 
-def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = importlib.import_module("vllm_probe")
-    ranks = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 1)
-    monkeypatch.setitem(sys.modules, "vllm.distributed", ranks)  # type: ignore[arg-type]
-    model = torch.nn.Module()
-    for name, dtype in (("plain", torch.float32), ("small", torch.float8_e4m3fn)):
-        layer = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(torch.zeros(96, 256, dtype=dtype), requires_grad=False)
-        model.add_module(name, layer)
-    model.small.weight_scale = torch.nn.Parameter(torch.zeros(96, 1), requires_grad=False)
-    model.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
-    probe.fill_with_weights(model)
-    for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale):
-        assert float(x.std()) == pytest.approx(1 / 16, rel=0.02)
-    assert model.k_scale.item() == -1.0, "of a KV cache in 16 bits"
-
-
-def test_fp8_is_for_models_without_experts(benchmark: Any) -> None:
-    config = replace(benchmark.MODELS["llama-3-8b"], fp8=True).config()
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert "quantization_config" not in benchmark.MODELS["llama-3-8b"].config()
-    assert benchmark.options_of(["--fp8"]).fp8
-    with pytest.raises(SystemExit):
-        benchmark.options_of(["--fp8", "--model", "qwen3-30b-a3b"])
-
-
 class _Clock:
     """An engine each of whose answers takes so many seconds of a clock that is made up."""
 
@@ -259,24 +201,6 @@ class _Clock:
         self.arguments.append(arguments)
         self.now += self.seconds
         return self.seconds
-
-
-def test_rounds_that_would_end_too_late_are_not_begun(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = _Clock(10.0)
-    monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
-    model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
-    # The state first, and what warms up (prefill, two decodes); a round is these and the state; then come
-    # forced prompts and the state.
-    limit = 10.0 + 30 + 3 * 40 + 30
-    measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
-    written: list[int] = []
-    measured.take_all(7, lambda: written.append(len(engine.asked)))
-    assert engine.asked.count("prefill") == 4
-    assert written == [8, 12, 16, 17], "after each round and the forced prompts"
-    measured.add_rates()
-    assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
 
 
 def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,21 +228,6 @@ def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch
     assert measured.runs["flux-graph"]["tokens_per_s"]["prompt 24"] == 24.0
     single = engine.arguments[engine.asked.index("prompt")][0]
     assert [len(prompt) for prompt in single] == [8]
-
-
-def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
-    assert benchmark.options_of(["--prompts", "256", "4095"]).prompts == [256, 4095]
-    for wrong in ("4096", "0"):
-        with pytest.raises(SystemExit):
-            benchmark.options_of(["--prompts", wrong])
-    model = benchmark.MODELS["llama-3-8b"]
-    for longest, expected in ((0, 2048), (1025, 2048), (2049, 2049)):
-        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, longest=longest)
-        assert settings.arguments("flux-graph")["max_model_len"] == expected
-    # As vLLM by default.
-    settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path)
-    captured = settings.arguments("flux-graph")["compilation_config"]["cudagraph_capture_sizes"]
-    assert max(captured) == 512
 
 
 def test_a_gpu_with_a_low_clock_ends_the_benchmark(
