@@ -366,11 +366,11 @@ HEADLINES = (
         f"Qwen3-30B-A3B's {_SHAPE} vLLM, prefill", "vLLM's defaults", "vllm", "qwen3-30b-a3b", 2, *_IN_VLLM
     ),
     Headline(
-        *(f"Llama-3-70B's {_SHAPE} Megatron-Core, a training step", "its own layers", "megatron"),
+        *(f"Llama-3-70B's {_SHAPE} Megatron-Core, a training step", "Megatron's own layers", "megatron"),
         *("llama-3-70b", 4, *_IN_MEGATRON),
     ),
     Headline(
-        *(f"Mixtral-8x7B's {_SHAPE} Megatron-Core, a training step", "its own layers", "megatron"),
+        *(f"Mixtral-8x7B's {_SHAPE} Megatron-Core, a training step", "Megatron's own layers", "megatron"),
         *("mixtral-8x7b", 4, *_IN_MEGATRON),
     ),
 )
