@@ -18,7 +18,7 @@ from flux.fp8 import scales as fp8
 from flux.fp8.products import wide_expert
 from flux.fp8.scales import Scales
 from flux.ops.quantize import dequantized
-from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, why_not_fused
 
 Tensor = torch.Tensor
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/activation.cuh
@@ -243,11 +243,11 @@ def _why_not(call: Grouped, columns: int) -> str | None:
     """Why the kernel does not support a call, or None. columns: of the result."""
     x, scales, k = call.x, call.scales, call.x.shape[1]
     scaling = None if scales is None else scales.scaling(k)
-    fused, reason = can_run_fused(_NAME, PlanInput("cuda", 1, columns, k, x.dtype, scaling=scaling))
+    reason = why_not_fused(_NAME, PlanInput("cuda", 1, columns, k, x.dtype, scaling=scaling))
     by_block = scales is not None and scales.x.dim() == 2
-    if fused and by_block and columns < call.weight.shape[1] and columns % fp8.BLOCK:
+    if reason is None and by_block and columns < call.weight.shape[1] and columns % fp8.BLOCK:
         return f"halves of {columns} columns share a block's scale"
-    return cuda.why_not(x.device) if fused else reason
+    return reason or cuda.why_not(x.device)
 
 
 def readable_weight(weight: Tensor, activation: str | None, scales: Scales | None) -> Tensor:

@@ -16,7 +16,7 @@ from flux.calls import argument_types, checks, transforms
 from flux.calls.schemas import library
 from flux.comm import cuda
 from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
-from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, why_not_fused
 
 Tensor = torch.Tensor
 # The bit of a kernel's choice that fetches what is added to before; the others are a tile (csrc/moe/moe.h).
@@ -178,16 +178,14 @@ def uses_kernel(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> boo
 
 def why_not(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> str | None:
     """Why the kernel does not support the arguments, or None."""
-    fused, reason = can_run_fused("grouped_wgrad", PlanInput("cuda", 1, grad.shape[1], x.shape[1], x.dtype))
-    if not fused:
-        return reason
-    if main_grad is not None:
+    reason = why_not_fused("grouped_wgrad", PlanInput("cuda", 1, grad.shape[1], x.shape[1], x.dtype))
+    if reason is None and main_grad is not None:
         if main_grad.dtype != torch.float32:
             return f"the kernel adds to float32, not {str(main_grad.dtype).removeprefix('torch.')}"
         step, rows, columns = main_grad.stride()
         if columns != 1 or rows % 4 or (main_grad.shape[0] > 1 and (step % 4 or step == 0)):
             return "rows and experts of main_grad do not begin at multiples of 16 bytes"
-    return cuda.why_not(x.device)
+    return reason or cuda.why_not(x.device)
 
 
 def launch(

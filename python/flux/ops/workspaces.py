@@ -16,7 +16,7 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.registry import check_all as check_all
 from flux.comm.workspace import expecting_graphs, round_up
 from flux.ops.explain import current_device
-from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, why_not_fused
 from flux.plan.gemm import COPY_FROM_BYTES, ag_gemm_room, gemm_rs_room
 from flux.plan.sums import COMPOSED_FROM_BYTES, exchange_room
 
@@ -102,7 +102,7 @@ def _reserve(
     rooms = [gathered]
     exchange_bytes = 0
     # Reserve if any size up to these can run fused; sizes that never run fused need no workspace.
-    if can_run_fused("gemm_rs", PlanInput(device_type, 8, 8, 8, dtype))[0]:
+    if why_not_fused("gemm_rs", PlanInput(device_type, 8, 8, 8, dtype)) is None:
         rooms += [gemm_rs_room(m, max_n, p, c.id, dtype) for c in _native.core.tile_configs()]
         exchange = exchange_room(device_type, max_m, max_n, p, dtype)
         rooms.append((exchange["signal_bytes"], exchange["slot_bytes"]))

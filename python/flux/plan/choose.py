@@ -62,45 +62,43 @@ def takes(op: str, name: str) -> bool:
     return packet is not None and any(argument.name == name for argument in packet.default._schema.arguments)
 
 
-def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
-    """Whether a problem runs in flux's kernel (on CPU: its protocol), and the reason. A pure function.
+def why_not_fused(op: str, problem: PlanInput) -> str | None:
+    """Why a problem does not run in flux's kernel (on CPU: its protocol), or None. A pure function.
 
     For all_gather n is any positive number.
     """
     n, k, dtype = problem.n, problem.k, problem.dtype
     if min(problem.m, n, k) == 0:
-        return False, "the problem is empty"
+        return "the problem is empty"
     if max(problem.m, n, k) > _MAX_EXTENT:
-        return False, f"a dimension exceeds {_MAX_EXTENT}"
+        return f"a dimension exceeds {_MAX_EXTENT}"
     if problem.why_not is not None:
-        return False, problem.why_not
+        return problem.why_not
     if problem.device_type == "cpu":
-        if op == "gemm":
-            return False, "CPU tensors without communication: one torch.mm"
-        return True, "ranks of one host share memory"
+        return "CPU tensors without communication: one torch.mm" if op == "gemm" else None
     if not problem.on_gpu:
-        return False, f"no kernels for {problem.device_type} tensors"
+        return f"no kernels for {problem.device_type} tensors"
     if op == "all_gather":
         row_bytes = k * dtype.itemsize
         if row_bytes >= 2**31:
-            return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
+            return f"rows of {row_bytes} bytes are longer than the kernel can count"
         if row_bytes % _ROW_ALIGNMENT_BYTES:
-            return False, f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"
-        return True, "supported by the kernel"
+            return f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"
+        return None
     scaling, of_k, why = problem.scaling, _ALIGNMENT, ": TMA needs 16-byte aligned rows"
     if scaling is not None:
         if op != "gemm_ar" and not takes(op, "scale_x"):  # gemm_ar's product is flux.gemm's
-            return False, f"{op} has no kernel for float8 operands yet"
+            return f"{op} has no kernel for float8 operands yet"
         if scaling.out_dtype == torch.float32 and op in _IN_16_BITS:
-            return False, f"{_IN_16_BITS[op]} of 16 bits, not float32"
+            return f"{_IN_16_BITS[op]} of 16 bits, not float32"
         of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
         why = f", which {scaling.kind} scales need"
     elif dtype not in _KERNEL_DTYPES:
-        return False, f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        return f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     for name, size, multiple in (("k", k, of_k), ("n", n, _ALIGNMENT)):
         if size % multiple:
-            return False, f"{name} = {size} is not a multiple of {multiple}{why}"
-    return True, "supported by the kernel"
+            return f"{name} = {size} is not a multiple of {multiple}{why}"
+    return None
 
 
 def chosen(choice: Any, reason: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from flux import _native
 from flux.comm.workspace import round_up
 from flux.fp8.scales import Scaling
-from flux.plan.choose import PLANNERS, Plan, PlanInput, can_run_fused, chosen, select_tile
+from flux.plan.choose import PLANNERS, Plan, PlanInput, chosen, select_tile, why_not_fused
 
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 # Number of blocks of rows for which a launch has counters while it pushes (csrc/runtime/symm_buffer.h).
@@ -24,20 +24,18 @@ _GATHERED_PARTS = 4
 
 
 def plan_gemm(problem: PlanInput) -> Plan:
-    fused, reason = can_run_fused("gemm", problem)
-    if not fused:
-        return problem.plan("gemm", False, reason)
-    return problem.plan("gemm", True, **chosen(select_tile("gemm", problem), reason))
+    if (why_not := why_not_fused("gemm", problem)) is not None:
+        return problem.plan("gemm", False, why_not)
+    return problem.plan("gemm", True, **chosen(select_tile("gemm", problem), problem.why_fused))
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
-    fused, reason = can_run_fused("gemm_rs", problem)
-    if not fused:
-        return problem.unfused("gemm_rs", reason)
+    if (why_not := why_not_fused("gemm_rs", problem)) is not None:
+        return problem.unfused("gemm_rs", why_not)
     m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
     choice = select_tile("gemm_rs", problem)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
-    facts = {**chosen(choice, reason), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
+    facts = {**chosen(choice, problem.why_fused), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
     operand_bytes = 2 if problem.scaling is None else 1
     chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p, operand_bytes) if problem.on_gpu else 0
     if chunks:
@@ -54,35 +52,32 @@ def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtyp
 
 
 def plan_ag_gemm(problem: PlanInput) -> Plan:
-    fused, reason = _can_gather_fused("ag_gemm", problem)
-    if not fused:
-        return problem.unfused("ag_gemm", reason)
-    choice = select_tile("ag_gemm", problem)
-    return problem.plan("ag_gemm", True, **(chosen(choice, reason) | _gathering(problem)))
+    if (why_not := _why_not_gathered("ag_gemm", problem)) is not None:
+        return problem.unfused("ag_gemm", why_not)
+    tile = chosen(select_tile("ag_gemm", problem), problem.why_fused)
+    return problem.plan("ag_gemm", True, **(tile | _gathering(problem)))
 
 
 def plan_all_gather(problem: PlanInput) -> Plan:
     """The plan of an AllGather of rows of k elements; m counts those of all ranks. n does not matter."""
     problem = replace(problem, n=0, transpose_weight=False)
-    fused, reason = _can_gather_fused("all_gather", replace(problem, n=1))
-    if not fused:
-        return problem.unfused("all_gather", reason)
+    if (why_not := _why_not_gathered("all_gather", replace(problem, n=1))) is not None:
+        return problem.unfused("all_gather", why_not)
     gathering = _gathering(problem)
     if gathering.get("copied"):
         # Rows are copied to the result while later rows arrive, so the last part should be small.
         rows = problem.m // problem.world_size
         gathering["chunk_rows"] = round_up(-(-rows // _GATHERED_PARTS), _BLOCK_M)
     # There is no tile shape; any number that is equal on all ranks.
-    return problem.plan("all_gather", True, reason, config=0, **gathering)
+    return problem.plan("all_gather", True, problem.why_fused, config=0, **gathering)
 
 
-def _can_gather_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
-    fused, reason = can_run_fused(op, problem)
-    m, p = problem.m, problem.world_size
-    blocks = (p - 1) * -(-m // p // _BLOCK_M)
-    if fused and problem.on_gpu and blocks > _MAX_PUSH_BLOCKS:
-        return False, f"{m // p} rows of one rank are more than a launch can push"
-    return fused, reason
+def _why_not_gathered(op: str, problem: PlanInput) -> str | None:
+    why_not, rows = why_not_fused(op, problem), problem.m // problem.world_size
+    too_many = (problem.world_size - 1) * -(-rows // _BLOCK_M) > _MAX_PUSH_BLOCKS
+    if why_not is None and problem.on_gpu and too_many:
+        return f"{rows} rows of one rank are more than a launch can push"
+    return why_not
 
 
 def _gathering(problem: PlanInput) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flux import _native
 from flux.comm.workspace import Workspace, round_up
 from flux.fp8.scales import Scaling
 from flux.measured.times import Tuning, choose
-from flux.plan.choose import Plan, can_run_fused, problem_of
+from flux.plan.choose import Plan, problem_of, why_not_fused
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -77,16 +77,16 @@ def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
     p = workspace.world_size
     m = p * max_tokens
     problem = problem_of(workspace, m, n, k, dtype, scaling=scaling)
-    fused, reason = can_run_fused(op, problem)
-    if fused and workspace.topology is not None:
-        fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
+    why_not = why_not_fused(op, problem)
+    if why_not is None and workspace.topology is not None:
+        why_not = "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
     if scaling is not None:
         named += f", {scaling.kind} scales"
-    if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
-        fused, reason = False, found
-    plan = MoePlan(**vars(problem.plan(op, fused, reason, config=ep_size)))
-    if not fused:
+    if why_not is None:
+        why_not = choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)
+    plan = MoePlan(**vars(problem.plan(op, why_not is None, why_not or problem.why_fused, config=ep_size)))
+    if why_not is not None:
         return plan
     core, tile, ctas, itemsize = _native.core, 0, 0, problem.result_dtype.itemsize
     if op == "moe.ag_scatter_gemm":

@@ -12,7 +12,7 @@ from flux import _invariance, _native
 from flux.comm.nodes.rail import NCCL_CTAS
 from flux.comm.topology import Topology
 from flux.comm.workspace import round_up
-from flux.plan.choose import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
+from flux.plan.choose import NODES_PLANNERS, PLANNERS, Plan, PlanInput, why_not_fused
 from flux.plan.network_model import MARGIN, Model, TwoLevel
 from flux.plan.sums import MAX_EXCHANGE_BYTES, VECTOR
 
@@ -113,8 +113,7 @@ def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
 def _inside_fused(op: str, problem: PlanInput) -> str | None:
     """Why the ranks of a node would not run a problem fused, or None."""
     if problem.world_size == 1:
-        fused, reason = can_run_fused(op, replace(problem, n=1) if op == "all_gather" else problem)
-        return None if fused else reason
+        return why_not_fused(op, replace(problem, n=1) if op == "all_gather" else problem)
     plan = PLANNERS[op](problem)
     return None if plan.by_flux else plan.reason
 
@@ -149,12 +148,12 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
-    fused, reason = can_run_fused("gemm_rs", problem)
     model, topology = _levels(problem)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
-    if not fused:
-        return problem.unfused("gemm_rs", reason)
-    if why_not := _inside_fused("gemm_rs", _inside(problem, m=m // nodes)):
+    why_not = why_not_fused("gemm_rs", problem)
+    if why_not is None:
+        why_not = _inside_fused("gemm_rs", _inside(problem, m=m // nodes))
+    if why_not is not None:
         return problem.unfused("gemm_rs", why_not)
     shard = m // topology.world_size
     block_bytes = shard * n * itemsize
@@ -188,14 +187,14 @@ def plan_all_gather(problem: PlanInput) -> Plan:
 
 
 def _plan_gather(op: str, problem: PlanInput) -> Plan:
-    fused, reason = can_run_fused(op, problem if op == "ag_gemm" else replace(problem, n=1))
+    why_not = why_not_fused(op, problem if op == "ag_gemm" else replace(problem, n=1))
     model, topology = _levels(problem)
     m, k, nodes, itemsize = problem.m, problem.k, topology.nodes, problem.dtype.itemsize
-    if not fused:
-        return problem.unfused(op, reason)
     for rows in (m // nodes, m):
-        if why_not := _inside_fused(op, _inside(problem, m=rows)):
-            return problem.unfused(op, why_not)
+        if why_not is None:
+            why_not = _inside_fused(op, _inside(problem, m=rows))
+    if why_not is not None:
+        return problem.unfused(op, why_not)
     shard_bytes = m // topology.world_size * k * itemsize
 
     def launch(rows: int, free: bool) -> float:
@@ -244,8 +243,7 @@ def _inside_sums_fused(op: str, problem: PlanInput, m: int, n: int) -> str | Non
         return _inside_fused(op, inside)
     if m * n == 0:
         return "the problem is empty"
-    fused, reason = can_run_fused(op, replace(inside, m=m * n, n=VECTOR, k=VECTOR))
-    return None if fused else reason
+    return why_not_fused(op, replace(inside, m=m * n, n=VECTOR, k=VECTOR))
 
 
 def padded(elements: int, topology: Topology) -> int:
@@ -288,9 +286,8 @@ def plan_all_reduce(problem: PlanInput) -> Plan:
 def plan_gemm_ar(problem: PlanInput) -> Plan:
     """The plan of a GEMM+AllReduce. Ranks share as many whole rows as they can; others go as node sums."""
     model, topology = _levels(problem)
-    fused, reason = can_run_fused("gemm_ar", problem)
-    if not fused:
-        return problem.unfused("gemm_ar", reason)
+    if (why_not := why_not_fused("gemm_ar", problem)) is not None:
+        return problem.unfused("gemm_ar", why_not)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     nbytes, row_bytes = m * n * itemsize, n * itemsize
     gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0

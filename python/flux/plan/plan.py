@@ -212,6 +212,11 @@ class PlanInput:
         return {} if self.scaling is None else self.scaling.operands(self.dtype)
 
     @property
+    def why_fused(self) -> str:
+        """For a plan, if it is."""
+        return "supported by the kernel" if self.on_gpu else "ranks of one host share memory"
+
+    @property
     def on_gpu(self) -> bool:
         return self.device_type == "cuda"
 

@@ -10,7 +10,7 @@ import torch
 
 from flux import _invariance, _native
 from flux.comm.workspace import round_up
-from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen, in_parts, select_tile
+from flux.plan.choose import PLANNERS, WAYS, Plan, PlanInput, chosen, in_parts, select_tile, why_not_fused
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
@@ -45,9 +45,8 @@ _NO_TILE = 0
 
 def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
     """The plan of a GEMM+AllReduce. norm: with RMSNorm."""
-    fused, reason = can_run_fused("gemm_ar", problem)
-    if not fused:
-        return problem.unfused("gemm_ar", reason)
+    if (why_not := why_not_fused("gemm_ar", problem)) is not None:
+        return problem.unfused("gemm_ar", why_not)
     m, n, p, dtype = problem.m, problem.n, problem.world_size, problem.result_dtype
     sum_bytes = m * n * dtype.itemsize
     rest, invariant = m % p, _invariance.active()
@@ -62,10 +61,9 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {p} ranks"
         return problem.unfused("gemm_ar", reason)
-    if not problem.on_gpu:
-        return _by_exchange(problem, reason, norm=norm)
-    if _has_kernel(problem) and p == _SOONER_RANKS and m in _SOONER_ROWS:
-        return _by_exchange(problem, reason, norm=norm)
+    sooner = _has_kernel(problem) and p == _SOONER_RANKS and m in _SOONER_ROWS
+    if sooner or not problem.on_gpu:
+        return _by_exchange(problem, problem.why_fused, norm=norm)
     return in_parts("gemm_ar", problem, "a product, then its sum: at least as soon as one kernel")
 
 
@@ -110,12 +108,11 @@ def plan_all_reduce(problem: PlanInput, *, norm: bool = False) -> Plan:
     problem = replace(problem, k=0, transpose_weight=False)
     if not norm:
         problem = replace(problem, m=1, n=problem.m * problem.n)
-    fused, reason = _can_sum_fused("all_reduce", problem)
-    if not fused:
-        return problem.unfused("all_reduce", reason)
+    if (why_not := _why_not_summed("all_reduce", problem)) is not None:
+        return problem.unfused("all_reduce", why_not)
     exchange = _exchanged(problem, alone=norm and problem.on_gpu, norm=norm)
-    reason += f"; {exchange.pop('reason')}"
-    return problem.plan("all_reduce", True, reason, config=_NO_TILE, **exchange)
+    exchange["reason"] = f"{problem.why_fused}; {exchange['reason']}"
+    return problem.plan("all_reduce", True, config=_NO_TILE, **exchange)
 
 
 def plan_reduce_scatter(problem: PlanInput) -> Plan:
@@ -123,26 +120,25 @@ def plan_reduce_scatter(problem: PlanInput) -> Plan:
     p = problem.world_size
     share = problem.m * problem.n // p
     problem = replace(problem, m=p, n=share, k=0, transpose_weight=False)
-    fused, reason = _can_sum_fused("reduce_scatter", problem)
-    if not fused:
-        return problem.unfused("reduce_scatter", reason)
+    if (why_not := _why_not_summed("reduce_scatter", problem)) is not None:
+        return problem.unfused("reduce_scatter", why_not)
     scatter = _native.core.ExchangeMode.SCATTER
     exchange = _native.core.exchange(p, round_up(share, VECTOR), p, scatter)
     room = _room(problem.device_type, exchange.bytes, p, problem.dtype)
-    return problem.plan("reduce_scatter", True, reason, config=_NO_TILE, mode=int(scatter), **room)
+    return problem.plan("reduce_scatter", True, problem.why_fused, config=_NO_TILE, mode=int(scatter), **room)
 
 
-def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
+def _why_not_summed(op: str, problem: PlanInput) -> str | None:
     if problem.world_size == 1:
-        return False, "one rank: x is the sum"
+        return "one rank: x is the sum"
     elements, n = problem.m * problem.n, problem.n
-    fused, reason = can_run_fused(op, replace(problem, m=elements, n=_NO_MATTER, k=_NO_MATTER))
-    if fused and problem.on_gpu and n % VECTOR:
-        return False, f"{n} elements are no whole number of 16-byte vectors"
+    why_not = why_not_fused(op, replace(problem, m=elements, n=_NO_MATTER, k=_NO_MATTER))
+    if why_not is None and problem.on_gpu and n % VECTOR:
+        return f"{n} elements are no whole number of 16-byte vectors"
     nbytes = elements * problem.dtype.itemsize
-    if fused and nbytes > MAX_EXCHANGE_BYTES:
-        return False, f"x has {nbytes / 2**20:.0f} MiB, more than an exchange holds"
-    return fused, reason
+    if why_not is None and nbytes > MAX_EXCHANGE_BYTES:
+        return f"x has {nbytes / 2**20:.0f} MiB, more than an exchange holds"
+    return why_not
 
 
 PLANNERS |= {

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux.comm import registry
 from flux.comm.group import resolve_group
-from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, why_not_fused
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -208,6 +208,8 @@ def test_more_ranks_than_a_kernel_serves_run_unfused() -> None:
 def test_what_runs_fused(change: dict[str, Any], fused: bool, reason: str) -> None:
     facts: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "m": 128, "n": 128, "k": 64}
     facts |= {"why_not": None, **change}
-    decided, why = can_run_fused(facts.pop("op", "gemm_rs"), PlanInput(**facts))
-    assert decided is fused
-    assert reason in why
+    op = facts.pop("op", "gemm_rs")
+    problem = PlanInput(**facts)
+    why_not = why_not_fused(op, problem)
+    assert (why_not is None) is fused
+    assert reason in (problem.why_fused if why_not is None else why_not)

@@ -23,7 +23,7 @@ from flux.measured.times import NO_FACTS
 from flux.moe.routing import tokens_of_rows
 from flux.ops import grouped_gemm as grouped
 from flux.ops.quantize import dequantized
-from flux.plan.choose import PlanInput, can_run_fused
+from flux.plan.choose import PlanInput, why_not_fused
 from flux.plan.moe import LayerProblem, plan_layer
 from flux.testing import scaled_bound
 from flux.testing.moe_data import MoeCase
@@ -218,9 +218,9 @@ test_fp8_experts = scenario_test([1, 2, 3, 4], *_SCENARIOS, timeout_s=400)
 def test_kernels_of_experts_store_16_bits(op: str) -> None:
     for out_dtype, expected in ((torch.float32, False), (torch.float16, True)):
         scaling = fp8.Scaling("row", out_dtype)
-        fused, why = can_run_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
-        assert fused is expected, why
-        assert expected or "16 bits, not float32" in why
+        why_not = why_not_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
+        assert (why_not is None) is expected, why_not
+        assert why_not is None or "16 bits, not float32" in why_not
 
 
 @pytest.mark.parametrize(
