@@ -148,13 +148,11 @@ def newest(found: Sequence[Other], key: Callable[[Other], object]) -> list[Other
 
 
 def vllm_key(other: Other) -> tuple[object, ...]:
-    settings = other.data["settings"]
-    work, model = settings["work"], settings["model"]
-    runs = frozenset(name for name in other.data["runs"] if not name.startswith("stock"))
-    return (
-        *(model.get("name", "llama-3-8b"), settings["tp"], other.source.machine),
-        *(work.get("api_server"), runs),
-    )
+    """Of a model the newest run of flux as it is installed counts, and the newest of its variants."""
+    settings, model = other.data["settings"], other.data["settings"]["model"]
+    usual = "flux-graph" in other.data["runs"]
+    where = (model.get("name", "llama-3-8b"), settings["tp"], other.source.machine)
+    return *where, settings["work"].get("api_server"), usual
 
 
 def vllm(found: Sequence[Other], up: str) -> list[str]:
