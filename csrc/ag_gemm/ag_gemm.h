@@ -43,10 +43,9 @@ void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runt
                 const Transport& transport, Rows rows, const CollectedScales& scales, cudaStream_t stream);
 
 // Pushes this rank's rows to its peers by copy engines, after the work on `stream`; a signal follows each chunk.
-// Enqueued before the launch that waits for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
-// queue. `apart`: copies do not wait for the signals of earlier ones, so the last is complete sooner, and the first
-// signals arrive later (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines). `scales`: of the rows, if the layout
-// has scales.
+// Enqueued before the launch that waits for them: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
+// `apart`: copies do not wait for the signals of earlier ones, so the last is complete sooner, and the first signals
+// arrive later (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines). `scales`: of the rows, if the layout has them.
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
                          uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
                          const OwnScales& scales = {});

@@ -5,7 +5,6 @@
 #include "ag_gemm/ag_gemm.h"
 #include "ag_gemm/gather.cuh"
 #include "runtime/copy_queue.h"
-#include "runtime/device.h"
 #include "runtime/launch.h"
 
 namespace flux::ag_gemm {

@@ -35,12 +35,9 @@ FLUX_DEVICE void push_scales(const Layout& layout, const OwnScales& scales, int 
   }
 }
 
-// Pushes this rank's rows to all peers, in pieces that CTAs draw from a counter; no CTA waits for another one. Called
-// by all kPushThreads threads of a CTA that is one of `pushers`.
-//
-// All warps but the first copy a piece. Meanwhile the first announces the previous one, because a release at system
-// scope waits for all stores of the SM: each warp would wait for the others' stores. The CTA that completes a block
-// signals it, so each signal has one writer.
+// Pushes this rank's rows to all peers, in pieces that CTAs draw from a counter. Called by all kPushThreads threads of a
+// CTA that is one of `pushers`. All warps but the first copy a piece; meanwhile the first announces the previous one,
+// because a release at system scope waits for all stores of the SM. The CTA that completes a block signals it.
 template <bool kScales = false>
 FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
                            const sync::Call& call, int pushers,
@@ -101,9 +98,7 @@ struct GatherParams {
 struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
   using Params = GatherParams;
   using Call = sync::Call;
-
-  static constexpr bool kGathers = true;
-  static constexpr bool kSplitsK = false;
+  static constexpr bool kGathers = true, kSplitsK = false;
 
   FLUX_DEVICE static Call begin(const Params& p) { return begin_gather(p.symm, p.epoch, p.reuse); }
   FLUX_DEVICE static void end(const Params& p, const Call& call) {
@@ -147,8 +142,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
 
 // The same of fp8 rows, whose scales come with them.
 struct ScaledGatherParams : GatherParams {
-  CUtensorMap
-      gathered_scales[2];  // block scales: of the two slot buffers, as [(world_size - 1) * k_blocks, rows]
+  CUtensorMap gathered_scales[2];  // of blocks, in the two slot buffers: [(world_size - 1) * k_blocks, rows]
   OwnScales scales;
 };
 

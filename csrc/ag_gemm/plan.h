@@ -4,8 +4,6 @@
 // and tests.
 #pragma once
 
-#include <cstdint>
-
 #include "gemm/tile_order.h"
 
 namespace flux::ag_gemm {
@@ -27,9 +25,7 @@ struct Layout {
     return static_cast<int64_t>(left < gemm::kBlockM ? left : gemm::kBlockM) * row_bytes;
   }
   FLUX_HD int num_signals() const { return (world_size - 1) * row_blocks(); }
-  FLUX_HD int64_t scale_stride() const {
-    return (rows + 3) / 4 * 4;
-  }  // floats; TMA wants multiples of 16 bytes
+  FLUX_HD int64_t scale_stride() const { return (rows + 3) / 4 * 4; }  // TMA wants multiples of 16 bytes
   FLUX_HD int64_t scale_offset(int slot) const {
     return (world_size - 1) * shard_bytes() + slot * scale_columns * scale_stride() * 4;
   }
@@ -99,9 +95,8 @@ FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
 }
 
 // Own rows come first, then those of peers in the order of arrival, one peer at a time: a raster group with rows of
-// several would wait for the last of them. But then the weight is read once for each peer. So groups do have rows of
-// several peers if a shard has few rows, or if the weight has so many columns that all rows have arrived when the own
-// ones are computed (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+// several would wait for the last. But then the weight is read once for each peer. So groups do have rows of several if
+// a shard has few rows, or the weight many columns (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const gemm::TileConfig& config,
                                    gemm::Cluster cluster, int group_m) {
   const int m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM),

@@ -1,14 +1,11 @@
 // The turns in which the host threads of a process make their calls.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <list>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <unordered_set>
 #include <utility>
@@ -84,12 +81,9 @@ inline void acquire(Turn& turn) {
 }
 
 // Serialises the calls of host threads on a group, and records whether an exception ended a call that peers have seen a
-// part of: that breaks the group. In C++, so that no asynchronous exception (KeyboardInterrupt) falls between the end
-// of a call and its record.
-//
-// An exception breaks the group from `open`, before the first thing that peers can see, until `call` returns. Around a
-// call, `hold` keeps the turn for work that is not its own, such as autograd's: there only an interrupt breaks the
-// group, because its caller would make the call again.
+// part of: from `open` until `call` returns, that breaks the group. In C++, so that no KeyboardInterrupt falls between
+// the end of a call and its record. Around a call, `hold` keeps the turn for work that is not its own, such as
+// autograd's: there only an interrupt breaks the group, because its caller would make the call again.
 class CallTurn {
  public:
   explicit CallTurn(pybind11::object refusals) : refusals_(std::move(refusals)) {}
@@ -143,11 +137,9 @@ class CallTurn {
 // other thread launches in between.
 struct LaunchOrder {
   Turn turn;
-  std::optional<uint64_t> stream;  // raw stream of the last call
-  pybind11::object event =
-      pybind11::none();  // recorded after the last call, if that was on an external stream
-
-  std::unordered_set<uint64_t> lasting;  // raw streams that calls were made on and that nobody destroys
+  std::optional<uint64_t> stream;             // raw stream of the last call
+  pybind11::object event = pybind11::none();  // after the last call, if that was on an external stream
+  std::unordered_set<uint64_t> lasting;       // raw streams that calls were made on and that nobody destroys
 
   // Whether what is enqueued on a stream from now on comes after the last call. Lets it wait if both streams last.
   bool follow(const runtime::LaunchTable& table, int device, void* next) {

@@ -3,17 +3,12 @@
 
 #include "bindings/core.h"
 
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <optional>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "ag_gemm/plan.h"
 #include "gemm/quantized.h"
@@ -48,9 +43,8 @@ const gemm::SwapAbConfig& swap_ab_at(int tile) {
 
 uint32_t wait_at_least(uint64_t address, uint32_t epoch, double timeout_s) {
   checked_word("addr", address);
-  if (!(timeout_s >= 0.0)) {
+  if (!(timeout_s >= 0.0))
     throw py::value_error("timeout_s: expected a number of seconds, got " + std::to_string(timeout_s));
-  }
   const std::chrono::duration<double> seconds(std::min(timeout_s, 1e9));
   const auto timeout = std::chrono::duration_cast<runtime::Clock::duration>(seconds);
   const py::gil_scoped_release release;
@@ -493,9 +487,8 @@ void bind_exchange(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Plans, tile orders and shared-memory atomics of flux: no torch, no CUDA.";
   int fact = 0;
-  for (const char* name : {"VERSION", "WHY_NO_KERNELS", "CUDA_VERSION", "COMMIT"}) {
+  for (const char* name : {"VERSION", "WHY_NO_KERNELS", "CUDA_VERSION", "COMMIT"})
     m.attr(name) = kBuildFacts[fact++];
-  }
   bind_atomics(m);
   bind_turn(m);
   bind_known_calls(m);

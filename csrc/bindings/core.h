@@ -3,8 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <string>
 
 #include "gemm/tile_config.h"
@@ -54,8 +52,7 @@ void bind_planted(pybind11::module_& m);
 //
 // Sizes are checked. Addresses are trusted, because C++ cannot check what they point to.
 
-constexpr int kMaxExtent =
-    (1 << 30) - 1;  // maximum of M, N and K: the bytes of a row of 2-byte elements fit into 32 bits
+constexpr int kMaxExtent = (1 << 30) - 1;  // of M, N and K: the bytes of a row of 16 bits fit into 32 bits
 // Maximum number of tiles of a problem: three CTAs for each, counted in tenths, fit into 32 bits.
 constexpr int64_t kMaxTiles = 1 << 26;
 constexpr int64_t kMaxListed = 1 << 21;  // maximum length of a returned list
@@ -75,9 +72,8 @@ inline void check_index(const std::string& what, int64_t index, int64_t count) {
 }
 
 inline void check_multiple(const std::string& what, int64_t value, const std::string& of, int64_t divisor) {
-  if (value % divisor != 0) {
+  if (value % divisor != 0)
     throw pybind11::value_error(what + ": expected a multiple of " + of + ", got " + std::to_string(value));
-  }
 }
 
 inline uint64_t checked_word(const char* what, uint64_t address) {

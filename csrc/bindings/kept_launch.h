@@ -2,16 +2,13 @@
 // (runtime/launch_table.h).
 #pragma once
 
-#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "gemm/gemm.h"
 #include "runtime/symm_buffer.h"

@@ -73,13 +73,11 @@ class Torch {
         profiler_enabled_(of["profiler_enabled"]),
         increment_version_(of["increment_version"]) {
     const auto* const api = unpack<dlpack::ExchangeApi>(exchange_api, dlpack::kCapsule);
-    if (api->version.major != dlpack::kMajor || api->tensor_from_py_object == nullptr) {
+    if (api->version.major != dlpack::kMajor || api->tensor_from_py_object == nullptr)
       throw py::value_error("exchange_api: expected version 1, with tensors that are not owned");
-    }
     describe_ = api->tensor_from_py_object;
-    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided", "_current_level"}) {
+    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided", "_current_level"})
       names_.push_back(intern(name));
-    }
     dtype_name_ = py::make_tuple(intern("dtype"));
   }
 

@@ -2,20 +2,13 @@
 // call before had, so what that call checked, planned and prepared in Python holds for them, and they are enqueued from
 // here.
 
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <tuple>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "bindings/call_turn.h"
-#include "bindings/core.h"
 #include "bindings/known_arguments.h"
 
 namespace py = pybind11;
@@ -91,20 +84,21 @@ class KnownCalls {
   }
 
   // The results of a known call, or None if this one is not known, or cannot be made at this moment.
-  // direct: not called by torch's dispatcher, so whether it may be bypassed is still to be found out.
-  PyObject* call(PyObject* const* given, Py_ssize_t count, bool direct) {
+  // kDirect: not called by torch's dispatcher, so whether it may be bypassed is still to be found out.
+  template <bool kDirect>
+  PyObject* call(PyObject* const* given, Py_ssize_t count) {
     if (calls_.empty() || paused) Py_RETURN_NONE;
     Arguments arguments;
     if (!arguments.read(*torch_, given, count)) Py_RETURN_NONE;
     const std::shared_ptr<KnownCall> known = find(arguments);
     if (known == nullptr || torch_->profiler_enabled()) Py_RETURN_NONE;
-    if (direct && !may_skip_dispatch(arguments)) Py_RETURN_NONE;
+    if (kDirect && !may_skip_dispatch(arguments)) Py_RETURN_NONE;
     if (known->num_written > 0 && !tell_written(*known, arguments)) Py_RETURN_NONE;
     // Allocations may run out of memory, so they come before the call is opened.
     std::vector<py::object> fresh;
     fresh.reserve(known->fresh.size());
     void* made[kMaxArguments];
-    if (const Made done = allocate(*known, arguments, direct, &fresh, made); done != Made::kAll) {
+    if (const Made done = allocate(*known, arguments, kDirect, &fresh, made); done != Made::kAll) {
       if (done == Made::kFailed) return nullptr;
       Py_RETURN_NONE;
     }
@@ -124,14 +118,10 @@ class KnownCalls {
     const auto result = [&](int i) { return Py_NewRef(i < 0 ? fresh[-1 - i].ptr() : arguments.objects[i]); };
     if (known->one_result) return result(known->results[0]);
     PyObject* const all = PyTuple_New(static_cast<Py_ssize_t>(known->results.size()));
-    for (size_t i = 0; all != nullptr && i < known->results.size(); ++i) {
+    for (size_t i = 0; all != nullptr && i < known->results.size(); ++i)
       PyTuple_SET_ITEM(all, static_cast<Py_ssize_t>(i), result(known->results[i]));
-    }
     return all;
   }
-
-  PyObject* call_directly(PyObject* const* given, Py_ssize_t count) { return call(given, count, true); }
-  PyObject* call_below(PyObject* const* given, Py_ssize_t count) { return call(given, count, false); }
 
   // Makes a call known. Takes over the launches.
   bool remember(const py::tuple& given, const std::vector<std::optional<FreshTuple>>& fresh,
@@ -329,9 +319,8 @@ class KnownCalls {
     if (order_ != nullptr && !order_->follow(*table_, device, stream)) return false;
     if (turn_ != nullptr) turn_->open();
     const uint32_t before = copy_epoch;
-    for (const KnownLaunch& each : known.launches) {
+    for (const KnownLaunch& each : known.launches)
       copy_epoch = std::max(copy_epoch, before + std::get<uint32_t>(each));
-    }
     const char* error = nullptr;
     {
       py::gil_scoped_release release;  // a launch waits if the device's queue is full
@@ -418,9 +407,8 @@ void bind_known_calls(py::module_& m) {
       .def_readonly("group_name", &KnownCalls::group_name)
       .def("remember", &KnownCalls::remember, "given"_a, "fresh"_a, "launches"_a, "results"_a, "one_result"_a,
            "block"_a = py::none(), "follows"_a = py::none(),
-           "Makes a call known; takes over the launches. Tuples as known_calls.cc says: FreshTuple, "
-           "KnownLaunch, "
-           "FollowingStep. Returns whether the call can be known.")
+           "Makes a call known; takes over the launches. Tuples: FreshTuple, KnownLaunch, FollowingStep of "
+           "known_calls.cc. Returns whether the call can be known.")
       .def(
           "knows",
           [](const KnownCalls& self, const py::args& given) {
@@ -432,9 +420,9 @@ void bind_known_calls(py::module_& m) {
       .def("__len__", [](const KnownCalls& self) { return self.size(); })
       .def_readwrite("copy_epoch", &KnownCalls::copy_epoch)
       .def_readwrite("paused", &KnownCalls::paused, "Whether all calls take the long way for now.");
-  add_method<KnownCalls, &KnownCalls::call_directly>(
+  add_method<KnownCalls, &KnownCalls::call<true>>(
       type, "call", "call(*args)\n--\n\nThe results of a known call, or None: then make it in another way.");
-  add_method<KnownCalls, &KnownCalls::call_below>(
+  add_method<KnownCalls, &KnownCalls::call<false>>(
       type, "call_below", "call_below(*args)\n--\n\nAs call, below torch's dispatcher and autograd.");
 }
 

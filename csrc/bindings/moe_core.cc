@@ -1,12 +1,9 @@
 // The mixture-of-experts part of flux._core. Arrays are passed as addresses of CPU tensors, which Python
 // (flux/moe/routing.py) allocates with the sizes of the layout.
 
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
 #include <tuple>
-#include <vector>
 
 #include "bindings/core.h"
 #include "moe/routing.h"
@@ -99,9 +96,8 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
   check_extent("block_n", block_n);
   const moe::ColumnChunks chunks = moe::make_chunks(n, block_n);
   std::vector<std::tuple<int, int>> all;
-  for (int chunk = 0; chunk < chunks.count(); ++chunk) {
+  for (int chunk = 0; chunk < chunks.count(); ++chunk)
     all.emplace_back(chunks.first(chunk), chunks.size(chunk));
-  }
   return all;
 }
 

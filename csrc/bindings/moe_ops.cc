@@ -1,10 +1,5 @@
 // The CUDA ops of mixtures of experts; see ops.cc.
-#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <optional>
-#include <vector>
 
 #include "bindings/kept_launch.h"
 #include "moe/moe.h"
@@ -70,30 +65,34 @@ void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
           });
 }
 
-// The rows of a tensor, of which the first offsets[-1] belong to experts. The address of offsets is set by `up_to`.
-struct Rows {
-  moe::ExpertRows rows;
-  int64_t num_offsets;
+// The rows of a tensor, of which the first offsets[-1] belong to experts, and how many offsets there are.
+using Rows = std::pair<moe::ExpertRows, int64_t>;
+Rows rows_of(const Tensor& tensor, const Tensor& offsets) {
+  FLUX_CHECK(tensor.dim() == 2, tensor.dim());
+  return {{nullptr, extent(tensor, 0), extent(tensor, 1), dtype_of(tensor)}, offsets.numel()};
+}
+moe::ExpertRows at(void* offsets, Rows rows) {
+  rows.first.end = words(offsets) + rows.second - 1;
+  return rows.first;
+}
 
-  Rows(const Tensor& tensor, const Tensor& offsets) : num_offsets(offsets.numel()) {
-    FLUX_CHECK(tensor.dim() == 2, tensor.dim());
-    rows = {nullptr, extent(tensor, 0), extent(tensor, 1), dtype_of(tensor)};
-  }
-  moe::ExpertRows up_to(void* offsets) const {
-    return {words(offsets) + num_offsets - 1, rows.count, rows.columns, rows.dtype};
-  }
-  runtime::Matrix matrix(const void* data, int64_t columns) const {
-    return {data, rows.count, columns, columns};
-  }
-};
+// Of a contiguous product, of which an activation makes rows.
+runtime::Matrix product_of(const Tensor& product, const Tensor& rows) {
+  FLUX_CHECK(product.dim() == 2 && product.size(0) == rows.size(0), product.dim(), rows.size(0));
+  return {nullptr, product.size(0), product.size(1), product.size(1)};
+}
+runtime::Matrix at(void* address, runtime::Matrix matrix) {
+  matrix.data = address;
+  return matrix;
+}
 
 // x [m, n], tokens and scores [rows], out [rows, n].
 void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, Optional scores, Tensor out) {
   FLUX_CHECK(x.dim() == 2 && x.size(1) == out.size(1) && tokens.numel() == out.size(0), x.dim(), x.size(1),
              tokens.numel());
   enqueue(x, addresses_of(x, tokens, offsets, scores, out),
-          [rows = Rows(out, offsets)](Addresses a, cudaStream_t stream) {
-            moe::gather_rows(rows.up_to(a[2]), a[0], words(a[1]), floats(a[3]), a[4], stream);
+          [rows = rows_of(out, offsets)](Addresses a, cudaStream_t stream) {
+            moe::gather_rows(at(a[2], rows), a[0], words(a[1]), floats(a[3]), a[4], stream);
           });
 }
 
@@ -103,42 +102,40 @@ void finish_rows_op(Tensor data, Tensor offsets, Optional scores, Optional x, Op
   if (x.has_value())
     FLUX_CHECK(x->numel() == data.numel() && dots->numel() == data.size(0), x->numel(), dots->numel());
   enqueue(data, addresses_of(data, offsets, scores, x, dots),
-          [rows = Rows(data, offsets)](Addresses a, cudaStream_t stream) {
-            moe::finish_rows(rows.up_to(a[1]), a[0], floats(a[2]), a[3], floats(a[4]), stream);
+          [rows = rows_of(data, offsets)](Addresses a, cudaStream_t stream) {
+            moe::finish_rows(at(a[1], rows), a[0], floats(a[2]), a[3], floats(a[4]), stream);
           });
 }
 
 // product [rows, n], out [rows, n], or n / 2 for swiglu.
 void activate_rows_op(Tensor product, Tensor offsets, int activation, Tensor out) {
-  FLUX_CHECK(product.dim() == 2 && product.size(0) == out.size(0), product.dim(), out.size(0));
   enqueue(product, addresses_of(product, offsets, out),
-          [=, rows = Rows(out, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
-            moe::activate_rows(rows.up_to(a[1]), activation, rows.matrix(a[0], columns), a[2], stream);
+          [=, rows = rows_of(out, offsets), product = product_of(product, out)](Addresses a,
+                                                                                cudaStream_t stream) {
+            moe::activate_rows(at(a[1], rows), activation, at(a[0], product), a[2], stream);
           });
 }
 
-// grad as out of activate_rows_op, product and out as its product.
-void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor out) {
-  FLUX_CHECK(product.dim() == 2 && product.size(0) == grad.size(0), product.dim(), grad.size(0));
+// grad as out of activate_rows_op, product and out as its product; scores and dots [rows], or none.
+void differentiate(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor out, Optional scores,
+                   Optional dots) {
   FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
-  enqueue(grad, addresses_of(grad, product, offsets, out),
-          [=, rows = Rows(grad, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
-            moe::activation_grad(rows.up_to(a[2]), activation, a[0], rows.matrix(a[1], columns), a[3],
-                                 stream);
+  if (scores.has_value())
+    FLUX_CHECK(scores->numel() == grad.size(0) && dots->numel() == grad.size(0), scores->numel(),
+               dots->numel());
+  enqueue(grad, addresses_of(grad, product, offsets, out, scores, dots),
+          [=, rows = rows_of(grad, offsets), product = product_of(product, grad)](Addresses a,
+                                                                                  cudaStream_t stream) {
+            moe::activation_grad(at(a[2], rows), activation, a[0], at(a[1], product), a[3],
+                                 {floats(a[4]), a[0], floats(a[5])}, stream);
           });
 }
-
-// data and product as grad and product of activation_grad_op; scores and dots [rows].
+void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor out) {
+  differentiate(grad, product, offsets, activation, out, std::nullopt, std::nullopt);
+}
 void finish_activation_op(Tensor data, Tensor product, Tensor offsets, Tensor scores, int activation,
                           Tensor out, Tensor dots) {
-  FLUX_CHECK(product.dim() == 2 && product.size(0) == data.size(0), product.dim(), data.size(0));
-  FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
-  FLUX_CHECK(scores.numel() == data.size(0) && dots.numel() == data.size(0), scores.numel(), dots.numel());
-  enqueue(data, addresses_of(data, product, offsets, scores, out, dots),
-          [=, rows = Rows(data, offsets), columns = product.size(1)](Addresses a, cudaStream_t stream) {
-            moe::finish_activation(rows.up_to(a[2]), activation, a[0], rows.matrix(a[1], columns),
-                                   floats(a[3]), a[4], floats(a[5]), stream);
-          });
+  differentiate(data, product, offsets, activation, out, scores, dots);
 }
 
 // Of each expert [n, k]: the rows or the columns are contiguous. Those of a single expert may be any step apart.

@@ -1,13 +1,6 @@
 // The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Only unpacks
 // arguments: schemas, fakes, CPU implementations and checks are in Python (python/flux/ops).
-#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "ag_gemm/ag_gemm.h"
 #include "bindings/kept_launch.h"
@@ -30,16 +23,17 @@ runtime::Matrix matrix(const Tensor& tensor) {
 // A matrix of any dtype as a matrix of 2-byte elements, for ops that only copy. Rows are multiples of 16 bytes.
 runtime::Matrix words(const Tensor& tensor) {
   runtime::Matrix result = matrix(tensor);
-  for (int64_t* extent : {&result.columns, &result.row_stride}) {
+  for (int64_t* extent : {&result.columns, &result.row_stride})
     *extent = *extent * static_cast<int64_t>(tensor.element_size()) / gemm::kResultBytes;
-  }
   return result;
 }
 
 gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const Tensor& out, bool transpose_weight,
-                         int config, int num_sms, const gemm::Scales& scales = {}) {
-  return {matrix(x),     matrix(weight), transpose_weight, matrix(out), /*bias=*/nullptr,
-          dtype_of(out), config,         num_sms,          scales};
+                         int config, int num_sms, const Optional& scale_x = {}, const Optional& scale_w = {},
+                         bool fast = false) {
+  return {matrix(x),   matrix(weight),   transpose_weight,
+          matrix(out), /*bias=*/nullptr, dtype_of(out),
+          config,      num_sms,          scales_of(x, scale_x, scale_w, fast)};
 }
 
 // The same arguments with tensors: x, weight, bias and out, and scales.
@@ -61,8 +55,7 @@ runtime::Matrix at(void* address, runtime::Matrix matrix) {
 void gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight, int config,
              int num_sms, Optional scale_x, Optional scale_w, bool fast, bool weight_is_constant,
              bool swiglu) {
-  gemm::GemmArgs args =
-      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
+  auto args = gemm_args(x, weight, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
   args.weight_is_constant = weight_is_constant;
   args.swiglu = swiglu;
   enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w),
@@ -72,8 +65,7 @@ void gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_
 void gemm_rs_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight,
                 const SymmBuffer* symm, int config, int num_sms, uint32_t copy_epoch, int chunks,
                 Optional staging, bool rounds_own, Optional scale_x, Optional scale_w, bool fast) {
-  const gemm::GemmArgs args =
-      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
+  const auto args = gemm_args(x, weight, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
   enqueue(x, addresses_of(x, weight, bias, out, staging, scale_x, scale_w), copy_epoch,
           [=](Addresses a, uint32_t epoch, cudaStream_t stream) {
             gemm_rs::gemm_rs(at(a, a + 5, args), *symm, {epoch, chunks, static_cast<char*>(a[4])}, rounds_own,
@@ -84,8 +76,7 @@ void gemm_rs_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpo
 void ag_gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight,
                 const SymmBuffer* symm, int config, int num_sms, uint32_t copy_epoch, int chunk_rows,
                 bool reuse, Optional scale_x, Optional scale_w, bool fast) {
-  const gemm::GemmArgs args =
-      gemm_args(x, weight, out, transpose_weight, config, num_sms, scales_of(x, scale_x, scale_w, fast));
+  const auto args = gemm_args(x, weight, out, transpose_weight, config, num_sms, scale_x, scale_w, fast);
   enqueue(x, addresses_of(x, weight, bias, out, scale_x, scale_w), copy_epoch,
           [=](Addresses a, uint32_t epoch, cudaStream_t stream) {
             ag_gemm::ag_gemm(at(a, a + 4, args), *symm, {epoch, chunk_rows}, reuse, stream);
@@ -118,9 +109,8 @@ gemm::Quantized at(Addresses addresses, gemm::Quantized to, cudaStream_t stream)
   to.scales = static_cast<float*>(addresses[1]);
   to.given = static_cast<const float*>(addresses[2]);
   to.parts = static_cast<float*>(addresses[3]);
-  if (to.given != nullptr) {
+  if (to.given != nullptr)
     FLUX_CUDA_CHECK(cudaMemcpyAsync(to.scales, to.given, sizeof(float), cudaMemcpyDeviceToDevice, stream));
-  }
   return to;
 }
 

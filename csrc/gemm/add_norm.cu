@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "gemm/finish.cuh"
 #include "gemm/quantize.h"

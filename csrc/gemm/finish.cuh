@@ -42,9 +42,8 @@ FLUX_DEVICE void fetch_lines(const void* begin, int64_t bytes) {
 #pragma unroll 1
   for (; at < bytes; at += step) ptx::prefetch_line(static_cast<const char*>(begin) + at);
 }
-// The next kernel may begin to load a weight while ranks wait. What a sum then still needs from memory, waits behind it. So
-// CTAs fetch what is added to the sum, the norm's weight, and where peers send to: a poll of a line that is not in the L2
-// returns only when memory has answered.
+// The next kernel may begin to load a weight while ranks wait, and what a sum then still needs from memory waits behind
+// it. So CTAs fetch what is added to the sum, the norm's weight, and where peers send to, which is polled.
 FLUX_DEVICE void fetch_addends(const ExchangeParams& p) {
   const int64_t row_bytes = static_cast<int64_t>(p.exchange.n) * kResultBytes;
   if (p.finish.residual != nullptr) fetch_lines(p.finish.residual, p.exchange.m * row_bytes);
@@ -69,9 +68,8 @@ FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
 template <int kThreads, class Combine>
 FLUX_DEVICE float combine_over_cta(float value, int thread, float* scratch, Combine combine) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
+  for (int distance = 16; distance > 0; distance /= 2)
     value = combine(value, __shfl_xor_sync(0xFFFFFFFF, value, distance));
-  }
   ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the values of the previous row
   if (thread % 32 == 0) scratch[thread / 32] = value;
   ptx::named_barrier_sync(kMathBarrier, kThreads);
@@ -116,8 +114,7 @@ struct Summing {
   }
 
   // Sums them. where(i) returns the place of vector i; use(place, sum) consumes its sum. A thread issues the loads of
-  // kBatch vectors x kSources ranks before it polls the first, to overlap their latency. Larger batches unroll more code,
-  // which costs instruction fetches in code that runs once.
+  // kBatch vectors x kSources ranks before it polls the first. Larger batches cost instruction fetches: code runs once.
   template <int kBatch, int kSources, class Where, class Use>
   FLUX_DEVICE void for_each_sum(int begin, int stride, int count, Where where, Use use) const {
     const int64_t slot_bytes =
@@ -160,9 +157,9 @@ struct Summing {
   }
 };
 
-// RMSNorm of rows, one after the other, by kThreads threads of a CTA. Each thread takes its vectors of the sum; then all
-// threads write the normalised row. Sums and norm weight stay in shared memory if there is room. The bits of a norm
-// follow from its row and kThreads: a thread adds the squares of its vectors in their order, then all threads theirs.
+// RMSNorm of rows, one after the other, by kThreads threads of a CTA. Sums and norm weight stay in shared memory if there
+// is room. The bits of a norm follow from its row and kThreads: a thread adds the squares of its vectors in their order,
+// then all threads theirs.
 template <class Element, int kThreads>
 struct RowNorm {
   static constexpr int kVector = Exchange::kVector;
@@ -189,9 +186,8 @@ struct RowNorm {
     auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(begin));
     if (row_vectors <= room) kept = memory;
     if (2 * row_vectors > room) return;
-    for (int i = thread; i < row_vectors; i += kThreads) {
+    for (int i = thread; i < row_vectors; i += kThreads)
       ptx::copy_async_16(begin + (row_vectors + i) * kBytes, weight + i, true);
-    }
     ptx::copy_async_commit();
     weight = memory + row_vectors;
   }
@@ -236,9 +232,8 @@ struct RowNorm {
     if (!f.quantized.needs_all()) return;
     const float all = take_largest();
     if (thread != 0) return;
-    for (int share = shares.first; share < shares.end; ++share) {
+    for (int share = shares.first; share < shares.end; ++share)
       leave_part(f.quantized, share, share == shares.first ? all : 0.0f);
-    }
   }
 
  private:
@@ -269,9 +264,8 @@ struct RowNorm {
         most = largest_over_lanes<kGroupVectors>(most);
         const float scale = scale_of(most, /*e5m2=*/false, q.ue8m0);
         inverse = 1.0f / scale;
-        if (thread % kGroupVectors == 0 && i < row_vectors) {
+        if (thread % kGroupVectors == 0 && i < row_vectors)
           q.scales[i / kGroupVectors * q.scale_stride + row] = scale;
-        }
       } else if (q.given == nullptr) {
         largest = larger(largest, most);
         continue;

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "gemm/select.h"
 #include "runtime/tensor_map.h"
 

@@ -2,8 +2,7 @@
 // what is added to it first. It is a template parameter, because it changes code in the inner loops. Decisions made
 // once a tile (order, bias) are data. docs/adding-an-op.md lists rules that the compiler does not check.
 //
-//   struct Params            plain data, part of the kernel's arguments
-//   struct Call              state that each thread reads once a launch (the epoch), and the storer's state
+//   struct Params, Call      plain data among the kernel's arguments; what a thread reads once a launch (the epoch)
 //   kReduces                 local tiles wait for contributions of peers (fetch, add_arrived)
 //   kGathers                 some rows of x come from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
@@ -12,36 +11,25 @@
 //   tile_counter(params)     counter from which clusters draw their next tile, zero at launch; null: fixed stride
 //   is_local(params, tile)   true: the tile is stored to D; false: it goes through send and publish
 //
-// called by the loader:
-//   admit(params, call, tile) -> bool
-//                            waits until the rows of x that the tile needs have arrived; false: a wait timed out
-//   source(gemm_params, call, tile) -> Source
-//                            the tensor map and row of these rows
-//   block_scales(gemm_params, call, tile, source) -> BlockScaleSource
-//                            fp8: likewise of their block scales
-//
-// called by the math warpgroup, fp8:
-//   row_scales(gemm_params, call, tile, source) -> const float*
-//                            the scale of the first row of x that the tile needs, if there are no block scales
-//
 // if kGathers, called by all threads of the first num_pushers(params) CTAs before they take part in the GEMM:
-//   push(params)             sends rows of x to peers
-//
+//   push(params)                               sends rows of x to peers
+// called by the loader:
+//   admit(params, call, tile) -> bool          waits for the rows of x that the tile needs; false: it timed out
+//   source(gemm_params, call, tile)            the tensor map and row of these rows
+//   block_scales(gemm_params, call, tile, x)   fp8: likewise of their block scales
 // called by the storer of a math warpgroup:
 //   send(params, call, tile, last_wave, warpgroup, first_chunk, num_chunks, smem)
-//                            issues bulk copies into the open group, nothing else; last_wave: the CTA has no
-//                            further tile for another rank
-//   publish(params, call, tile, warpgroup)
-//                            called when the half tile's bulk copies are complete (not merely read)
+//                                              issues bulk copies into the open group, nothing else; last_wave: the
+//                                              CTA has no further tile for another rank
+//   publish(params, call, tile, warpgroup)     when the half tile's bulk copies are complete (not merely read)
 //   fetch(params, call, tile, warpgroup, smem, cursor)
-//                            local tiles, during their mainloop: loads the peers' contributions in pieces
-//   check_peers(params, call)
-//                            if kReduces or kGathers, after all tiles: records a failure if a peer may have overwritten
-//                            what they have read
-//
+//                                              local tiles, during their mainloop: loads the peers' contributions
+//   check_peers(params, call)                  if kReduces or kGathers, after all tiles: records a failure if a peer
+//                                              may have overwritten what they have read
 // called by the math warpgroup:
+//   row_scales(gemm_params, call, tile, x)     fp8: the scale of the tile's first row of x, without block scales
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)
-//                            local tiles: adds those pieces to the accumulators d
+//                                              local tiles: adds what `fetch` has loaded to the accumulators d
 //
 // A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements], the
 // layout of the accumulators in the registers of the 128 threads. Sender and owner run the same tile shape, so the

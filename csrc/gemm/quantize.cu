@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(kThreads) quantize_areas(const __grid_constant
     const int vectors = min(p.vectors - vector, most_vectors);
     const int64_t first = (matrix * p.height + row) * p.vectors + vector;
     const auto for_each = [&](auto use) {
-      for (int i = threadIdx.x; i < rows * vectors; i += kThreads) {
+      for (int i = threadIdx.x; i < rows * vectors; i += kThreads)
         use(first + static_cast<int64_t>(i / vectors) * p.vectors + i % vectors);
-      }
     };
     float largest = 0.0f;
     for_each([&](int64_t at) { largest = larger(largest, largest_of<Element>(p.x[at])); });

@@ -1,8 +1,6 @@
 // Scales and roundings of fp8 values: the definition of flux.quantize (python/flux/ops/quantize.py), bit by bit.
 #pragma once
 
-#include <cmath>
-
 #include "gemm/elements.cuh"
 #include "gemm/quantized.h"
 #include "runtime/device/ptx.cuh"
@@ -20,9 +18,7 @@ FLUX_DEVICE float larger(float a, float b) {
 template <class Element>
 FLUX_DEVICE float largest_of(const uint4& v) {
   uint32_t most = 0;
-  for (const uint32_t word : {v.x, v.y, v.z, v.w}) {
-    most = max(most, max(word & 0x7FFF, word >> 16 & 0x7FFF));
-  }
+  for (const uint32_t word : {v.x, v.y, v.z, v.w}) most = max(most, max(word & 0x7FFF, word >> 16 & 0x7FFF));
   return Pair<Element>::widen(most).x;
 }
 
@@ -30,9 +26,8 @@ FLUX_DEVICE float largest_of(const uint4& v) {
 template <int kLanes>
 FLUX_DEVICE float largest_over_lanes(float value) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
     value = larger(value, __shfl_xor_sync(0xFFFFFFFF, value, distance));
-  }
   return value;
 }
 

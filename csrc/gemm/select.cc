@@ -23,20 +23,17 @@ constexpr double kPromoteUs = 0.07;  // per k-block, or pair of them
 constexpr double kPromote192Us = 0.105;
 // Where other tiles promote pairs, and this one has too few stages (docs/design/fp8.md#pairs-of-k-blocks).
 constexpr double kPromoteAloneUs = 0.135;
-// Slowdown with every SM busy, because the GPU then runs at its power limit. SMs that idle in a partial last wave
-// let the others run faster. Factors from 1.04 to 1.10 give equally good choices.
+// Slowdown with every SM busy: the GPU then runs at its power limit. Factors from 1.04 to 1.10 choose equally well.
 constexpr double kPower = 1.08;
 // Smallest block_n for which a pair of CTAs was ever the fastest choice.
 constexpr int kMinPairM = 80;
 constexpr int kMinPairN = 160;
-// Split K: fixed cost of waiting for the other CTAs, and rate of exchanging partial sums. Set by hand, so that the
-// right shapes are split among eleven weights and 128 to 512 rows (docs/design/cost-model.md#split-k).
+// Split K: to wait for the other CTAs, and to exchange partial sums. Set by hand (docs/design/cost-model.md#split-k).
 constexpr double kSplitUs = 2.0;
 constexpr double kSplitBytesPerUs = 60e3;
 constexpr int kMinSplitBlocks = 8;  // k-blocks for each part
 constexpr int kAccumulatorBytes = 4;
-// GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were measured to be
-// good; the other constants were fitted to 20 shapes on four GPUs.
+// GEMM+ReduceScatter, fitted to 20 shapes on four GPUs, but for kSentTileUs: by hand, for mid-size shapes.
 constexpr double kSentTileUs = 1.0;        // kTileUs, with the tile sent or added to
 constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running GEMM
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
@@ -57,8 +54,7 @@ struct SwapAbBlock {
 };
 constexpr SwapAbBlock kSingleBlock = {0.097, 0.0009, 0.175};
 constexpr SwapAbBlock kTwoBlocks = {0.0834, 0.0011, 0.056};
-// The tile of 192 rows has too few stages to hide loads behind math: a k-block takes the sum of both. Fitted to five
-// weights with 130 to 192 rows (docs/design/cost-model.md#the-tile-of-192-rows).
+// The tile of 192 rows has too few stages to hide loads behind math (docs/design/cost-model.md#the-tile-of-192-rows).
 constexpr int kFewStages = 5;
 constexpr double kFewStagesUs = 0.204;
 constexpr double kFewStagesL2BytesPerUs = 25.7e6;
@@ -69,12 +65,10 @@ constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
 constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
 constexpr double kPromoteRowUs = 0.0017;    // to promote a k-block, per row of the tile
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
-// The share of the SMs that clusters of four or eight CTAs can use. A cluster must fit into one group of SMs (GPC),
-// and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
+// The share of the SMs that clusters of four or eight CTAs can use: they must fit into one group of SMs (GPC).
 constexpr double kWideRoom = 15.0 / 16;
-// Costs of a sum over ranks after a GEMM: the latency of the link, and the transfer of bytes that does not overlap
-// with computation. Set by hand for five weights and 1 to 256 rows on two GPUs
-// (docs/design/decode.md#what-made-the-sum-faster).
+// Costs of a sum over ranks after a GEMM: the latency of the link, and the transfer that does not overlap. Set by hand
+// for five weights and 1 to 256 rows on two GPUs (docs/design/decode.md#what-made-the-sum-faster).
 constexpr double kExchangeUs = 1.7;
 constexpr double kExchangeBytesPerUs = 0.36e6;
 constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
@@ -190,9 +184,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   time_us = std::max(time_us, wire_bytes / kLinkBytesPerUs + time_us / p.world_size);
   // Remote tiles in the last wave: nothing is left to compute while they travel.
   const int remote_in_last_wave = order.num_remote_clusters() - (static_cast<int>(waves) - 1) * slots;
-  if (remote_in_last_wave > 0) {
+  if (remote_in_last_wave > 0)
     time_us += kArrivalUs + remote_in_last_wave * order.cluster_size() * tile_bytes / kLinkBytesPerUs;
-  }
   return time_us + kAddUs;
 }
 

@@ -26,9 +26,8 @@ struct Problem {
   bool is_fp8() const { return operand_bytes == 1; }
 };
 
-// Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). `cluster` and
-// `raster` are the cluster and group_m of an ordinary tile, the split and the sharers of a swap-AB tile. 0 leaves that
-// part to the cost model; the packed value -1 leaves everything to it.
+// A choice as one integer, the argument of the low-level ops. `cluster` and `raster`: the cluster and group_m of an
+// ordinary tile, the split and the sharers of a swap-AB tile. 0 leaves that part to the cost model, -1 everything.
 constexpr int pack_choice(int config, int cluster, int raster) {
   return config | cluster << 8 | raster << 16;
 }
@@ -53,9 +52,8 @@ struct Choice {
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);
 
-// Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
-// kinds of operands have the same bytes and take the tensor cores as long. in_pairs: two are promoted at once, if the tile
-// can (promotes_pairs).
+// Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. in_pairs: two are
+// promoted at once, if the tile can (promotes_pairs).
 double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs);
 
 // Throws runtime::Error if no choice is possible.

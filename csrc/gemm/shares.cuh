@@ -1,9 +1,8 @@
 // Which CTAs of a launch sum, and what. A sum has as many shares as its launch has CTAs.
 //
-// Not all CTAs need be resident at once, because another kernel may hold SMs. So no CTA may wait before all have sent
-// what others wait for. When a CTA has loaded its tiles and sees that all CTAs have begun, it stays to sum; else it
-// leaves, and one that has not begun gets its SM. The last to begin always stays. CTAs that stay draw the shares of
-// all, before they wait.
+// Another kernel may hold SMs, so no CTA may wait before all have sent what others wait for. A CTA that has loaded its
+// tiles stays to sum if it sees that all CTAs have begun, as the last to begin does; else it leaves, and one that has
+// not begun gets its SM. CTAs that stay draw the shares of all, before they wait.
 #pragma once
 
 #include "gemm/tile_config.h"
@@ -32,9 +31,8 @@ FLUX_DEVICE Shares draw_shares(const runtime::SymmBuffer& symm) {
   runtime::Header* const header = symm.header();
   const uint32_t ctas = gridDim.x;
   uint32_t seen = 0;
-  for (int poll = 0; poll < kPolls && seen % kLeft != ctas; ++poll) {
+  for (int poll = 0; poll < kPolls && seen % kLeft != ctas; ++poll)
     seen = ptx::load_relaxed(&header->ctas_begun);
-  }
   if (seen % kLeft != ctas) seen = atomicAdd(&header->ctas_begun, kLeft);
   if (seen % kLeft != ctas) return {0, 0};
   // One share if nobody has left. A CTA that counts itself among those that left, but stays, only makes shares larger.

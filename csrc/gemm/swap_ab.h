@@ -1,10 +1,7 @@
 // Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight as wgmma's 64-row operand. A tile is kSwapAbN columns
-// of the result and 16 to 192 rows of x. Such a GEMM is bound by reading the weight, so all SMs must load it: with
-// fewer tiles than SMs, a cluster of CTAs splits K and adds its partial tiles through distributed shared memory. If
-// rows need two tiles, a pair of CTAs may share the loads of the weight.
+// of the result and 16 to 192 rows of x. All SMs must load the weight: with fewer tiles than SMs, a cluster of CTAs
+// splits K and adds its partial tiles. If rows need two tiles, a pair of CTAs may share the loads of the weight.
 #pragma once
-
-#include <cstdint>
 
 #include "gemm/tile_config.h"
 
@@ -63,9 +60,8 @@ constexpr int swap_ab_scale_bytes(const SwapAbConfig& c) {
   return !c.is_fp8 ? 0 : c.rows < kBlockBytes / 4 ? kBlockBytes : 4 * c.rows;
 }
 
-// Each CTA of a cluster adds a share of the tile's columns, at most this many rows at a time. A row of a share
-// is padded by four floats, so that the eight rows that a warp writes at once are in different banks. A CTA
-// stages its part of every share, and receives all parts of its own share.
+// Each CTA of a cluster adds a share of the tile's columns, at most this many rows at a time. A row of a share is padded
+// by four floats: the eight rows that a warp writes at once are in different banks. A CTA stages its part of every share.
 constexpr int swap_ab_meeting_rows(const SwapAbConfig& c) { return c.rows < 64 ? c.rows : 64; }
 constexpr int swap_ab_row_floats(int split) { return kSwapAbN / split + 4; }
 constexpr int swap_ab_meeting_bytes(const SwapAbConfig& c) {

@@ -1,9 +1,8 @@
 // The tile shapes for which the GEMM kernel is instantiated.
 //
-// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in k-blocks of 128 bytes
-// through a ring of `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few are
-// enough for stores to local memory, and leave room for another stage; those of a whole tile let the math warps run
-// ahead of a slow link.
+// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each, in k-blocks of 128 bytes through a ring of
+// `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few are enough for stores to
+// local memory, and leave room for another stage; those of a whole tile let the math warps run ahead of a slow link.
 #pragma once
 
 #include <cstdint>
@@ -39,11 +38,7 @@ FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class Arithmetic { k16Bit, kFast, kPromoted };
 
 struct TileConfig {
-  int id;
-  int block_n;
-  int stages;
-  int slab_n;
-  int slabs;
+  int id, block_n, stages, slab_n, slabs;
   Arithmetic arithmetic = Arithmetic::k16Bit;
 
   constexpr bool is_fp8() const { return arithmetic != Arithmetic::k16Bit; }
@@ -82,9 +77,9 @@ constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
 constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockBytes; }
 constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kResultBytes; }
 
-// Block scales (of fp8 operands): one for each row of x and each kScaleBlock elements of K, one for each kScaleBlock x
-// kScaleBlock of the weight. Those of a tile's rows arrive with each stage. TMA loads begin at
-// multiples of 16 bytes, tiles at any row, so up to three scales of rows before the tile come first.
+// Block scales (fp8): of each row of x and kScaleBlock elements of K, and each kScaleBlock x kScaleBlock of the weight.
+// Those of a tile's rows arrive with each stage. TMA loads begin at multiples of 16 bytes, tiles at any row, so up to
+// three scales of rows before the tile come first.
 constexpr int kScaleBlock = 128;
 constexpr int kScaleAlignment = 16 / 4;
 constexpr int kScaleBoxRows = kBlockM + kScaleAlignment;
@@ -92,8 +87,8 @@ constexpr int scale_bytes(const TileConfig& c) {
   return c.promotes() ? (kScaleBoxRows * 4 + 127) / 128 * 128 : 0;
 }
 
-// Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16 columns
-// of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the largest world size.
+// Contributions of peers are added to a tile through the same memory, in pieces: a few chunks of 16 columns of a half
+// tile from every peer, so that one barrier covers all peers. A piece must fit for the largest world size.
 constexpr int kChunkN = 16;
 constexpr int kChunkBytes = 64 * kChunkN * kResultBytes;
 constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kResultBytes; }
@@ -106,9 +101,8 @@ constexpr int max_pieces(const TileConfig& c) {
   return pieces < 8 ? pieces : 8;
 }
 
-// Mbarriers come in full/empty pairs: one pair for each stage and each entry of the tile queue, and for each math
-// warpgroup one pair for each slab and each piece. Three more: `arrived` (the contributions to an own tile have
-// arrived), and two for split K.
+// Mbarriers: a full/empty pair for each stage and entry of the tile queue, and for each slab and piece of a warpgroup;
+// `arrived` (the contributions to an own tile have arrived), and two for split K.
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
@@ -155,12 +149,10 @@ struct SpareMemory {
 // Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
 constexpr int panel_n(const TileConfig& c) { return c.slab_n % 64 == 0 ? 64 : c.slab_n % 32 == 0 ? 32 : 16; }
 
-// Parts of the columns of a tile that promotes. They are multiplied one after the other, so that the registers for the
-// product of one part are enough.
+// Parts of the columns of a tile that promotes, multiplied one after the other: registers for one product are enough.
 constexpr int column_parts(const TileConfig& c) { return c.promotes() && c.block_n > 192 ? 2 : 1; }
 
-// Whether the product of two k-blocks is promoted at once where scales are not of blocks. With three stages one would be
-// left to be loaded meanwhile.
+// Whether the product of two k-blocks is promoted at once where scales are not of blocks. Others need their stages.
 constexpr bool promotes_pairs(const TileConfig& c) { return c.promotes() && c.stages >= 4; }
 
 }  // namespace flux::gemm

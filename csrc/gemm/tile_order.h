@@ -11,9 +11,8 @@
 //   kGathered    x is gathered: own tiles first, then shard by shard in the order of arrival (rank-1, rank-2, ...)
 //
 // If tiles travel, own tiles wait for the peers'. A CTA, or a pair that shares loads, must never have a remote tile
-// after an own one, or ranks could deadlock: so the two regions are rastered separately. Plain GEMM is world_size = 1,
-// with one region. Inside a region, rows are walked in groups of `group_m`, all columns of a group before the next: the
-// tiles in flight cover a near-square patch, whose rows of A and columns of W stay in L2.
+// after an own one, or ranks could deadlock: so the two regions are rastered separately. Inside a region, rows are
+// walked in groups of `group_m`, all columns of a group before the next: tiles in flight then share A and W in the L2.
 #pragma once
 
 #include "gemm/tile_config.h"

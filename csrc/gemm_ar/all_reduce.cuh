@@ -121,8 +121,7 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
 
   flat.send(for_each);
   auto* const out = static_cast<uint4*>(params.exchange.finish.out);
-  const int begin =
-      flat.two_shot ? flat.shard_begin(flat.rank) : 0;  // a scatter's result has only this rank's part
+  const int begin = flat.two_shot ? flat.shard_begin(flat.rank) : 0;  // a scatter keeps only this rank's part
   for_each(flat.rank, [&](int i) { out[begin + i] = flat.sum(i); });
   if (!flat.two_shot) return;
   exchange::for_each_peer(params.exchange.symm, [&](int owner) {

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "gemm/sm90/instances.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
@@ -29,9 +28,8 @@ gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Ma
 
 runtime::Kernels kernels([] {
   runtime::load(sum_over_ranks<__nv_bfloat16>, sum_over_ranks<__half>);
-  for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
+  for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>})
     FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
-  }
 });
 
 void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,

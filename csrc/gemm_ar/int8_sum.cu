@@ -1,7 +1,6 @@
 // ReduceScatter whose contributions travel as int8, with one scale for each 128 elements of a row (MegaScale-MoE, arXiv
 // 2505.11432). One launch: a warp rounds four groups at a time straight into their owner's exchange area, and the owner
 // adds what arrives in fp32, in rank order. The data is the signal (runtime/device/exchange.cuh).
-#include <algorithm>
 
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
@@ -45,9 +44,8 @@ struct Int8Part {
 
   FLUX_DEVICE void load(const char* matrix, uint4 (&v)[kVectors]) const {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i)
       v[i] = has(i) ? *reinterpret_cast<const uint4*>(matrix + offset(i)) : uint4{0, 0, 0, 0};
-    }
   }
   FLUX_DEVICE static void widen(const uint4 (&v)[kVectors], float (&f)[kElements]) {
 #pragma unroll
@@ -90,9 +88,8 @@ struct Int8Part {
     const float inverse = 1.0f / scale;
     uint32_t words[4] = {};
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
+    for (int i = 0; i < kElements; ++i)
       words[i / 4] |= static_cast<uint32_t>(__float2int_rn(f[i] * inverse) + kMost) << i % 4 * 8;
-    }
     return {words[0], words[1], words[2], words[3]};
   }
   // Without contraction: a product is rounded before it is added.

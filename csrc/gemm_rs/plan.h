@@ -3,15 +3,12 @@
 // warpgroup) has its own signal. Shared by kernel, host, CPU path and tests.
 #pragma once
 
-#include <cstdint>
-
 #include "gemm/tile_order.h"
 
 namespace flux::gemm_rs {
 
 struct Layout {
-  int m_tiles;  // per shard
-  int n_tiles;
+  int m_tiles, n_tiles;  // per shard
   int tile_bytes;
   int world_size;
 
@@ -39,8 +36,8 @@ struct Chunks {
   FLUX_HD int size(int chunk) const { return first(chunk + 1) - first(chunk); }
 };
 
-// The number of chunks that copy engines send to each peer, or 0 if storers send the tiles: faster as long as the
-// transfer fits into the time of the GEMM, because no tile waits for its chunk (docs/design/gemm-rs.md#copy-engines).
+// The chunks that copy engines send to each peer, or 0 if storers send the tiles: faster as long as the transfer fits
+// into the time of the GEMM (docs/design/gemm-rs.md#copy-engines).
 inline int copy_chunks(int m, int n, int k, int world_size, int operand_bytes = 2) {
   constexpr double kLinkBytesPerUs = 340e3;
   constexpr double kFlopsPerUs = 750e6;  // of 16-bit operands; of fp8 twice as many

@@ -29,9 +29,7 @@ struct SlotStore : gemm::LocalScales {
     int64_t next_send = 0;  // in SM cycles
   };
 
-  static constexpr bool kReduces = true;
-  static constexpr bool kGathers = false;
-  static constexpr bool kSplitsK = false;
+  static constexpr bool kReduces = true, kGathers = false, kSplitsK = false;
 
   FLUX_DEVICE static Call begin(const Params& p) {
     Call call = {sync::begin_call(p.symm)};
@@ -47,9 +45,7 @@ struct SlotStore : gemm::LocalScales {
 
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
 
-  FLUX_DEVICE static bool is_local(const Params& p, const gemm::Tile& tile) {
-    return tile.shard == p.symm.rank;
-  }
+  FLUX_DEVICE static bool is_local(const Params& p, const gemm::Tile& t) { return t.shard == p.symm.rank; }
 
   // Paces the stores: beyond the bandwidth of the link they back up into the SM and delay the loads of the next
   // mainloop; spread over it they cost next to nothing (docs/design/gemm-rs.md#pacing).

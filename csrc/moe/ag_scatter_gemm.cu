@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "moe/arriving_rows.cuh"
 #include "moe/grouped_launch.cuh"

@@ -96,9 +96,8 @@ struct ArrivingRows {
       } else if (threadIdx.x >= 32) {
         char* const slots = p.symm.slots(unit.peer, call.epoch) +
                             static_cast<int64_t>(slot) * p.layout.max_tokens * slot_row_bytes;
-        for (int i = threadIdx.x / 32 - 1; i < count[turn]; i += blockDim.x / 32 - 1) {
+        for (int i = threadIdx.x / 32 - 1; i < count[turn]; i += blockDim.x / 32 - 1)
           copy(slots + static_cast<int64_t>(slot_rows[i]) * slot_row_bytes, tokens[i]);
-        }
       }
     }
   }
@@ -115,9 +114,8 @@ struct ArrivingRows {
     const int peers = p.layout.world_size - 1;
     const int needed = (p.order.share_of(expert) + 1) * p.order.parts;
     bool here = true;
-    for (int i = progress.signals * peers + static_cast<int>(ptx::lane()); i < needed * peers; i += 32) {
+    for (int i = progress.signals * peers + static_cast<int>(ptx::lane()); i < needed * peers; i += 32)
       here &= wait(p, call, i % peers, i / peers);
-    }
     progress.signals = max(progress.signals, needed);
     return here;
   }
@@ -158,9 +156,8 @@ struct ScaledArrivingRows : ArrivingRows {
     push_tokens(p, call, memory, p.slot_row_bytes, [&](char* to, int token) {
       copy_token(p, to, token);
       auto* const scales = reinterpret_cast<float*>(to + p.row_bytes);
-      for (int column = ptx::lane(); column < p.columns; column += 32) {
+      for (int column = ptx::lane(); column < p.columns; column += 32)
         scales[column] = p.scales[static_cast<int64_t>(token) * p.step + column * p.stride];
-      }
     });
   }
 };

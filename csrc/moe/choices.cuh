@@ -104,9 +104,8 @@ FLUX_DEVICE void store_words(void* to, const uint32_t (&words)[kTopK], int top_k
   const bool whole = top_k % kWords == 0;
 #pragma unroll
   for (int j = 0; j < kTopK; j += kWords) {
-    if (whole && j < top_k) {
+    if (whole && j < top_k)
       static_cast<uint4*>(to)[j / kWords] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
-    }
 #pragma unroll
     for (int word = j; word < j + kWords; ++word) {
       if (!whole && word < top_k) static_cast<uint32_t*>(to)[word] = words[word];

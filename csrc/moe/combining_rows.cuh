@@ -204,9 +204,8 @@ struct CombiningRows {
          source += kGroupThreads / kBlockRows) {
       int found = kNoRow;
       if (source != p.symm.rank) {
-        if (row < p.block_rows && token < p.num_tokens) {
+        if (row < p.block_rows && token < p.num_tokens)
           found = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
-        }
         const int slot = runtime::slot_index(source, p.symm.rank), sent_block = max(found, 0) / p.block_rows;
         here &= sync::wait_signal(
             p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, sent_block)), call.epoch,

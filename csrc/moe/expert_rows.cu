@@ -1,8 +1,6 @@
 // Steps between the GEMMs of the layers and of their backward passes. Each is bound by memory: it reads and writes a row
 // once, computes in fp32, and skips the rows that no expert has, whose number only the device knows.
-#include <algorithm>
 #include <type_traits>
-#include <utility>
 
 #include "moe/activation.cuh"
 #include "moe/moe.h"
@@ -36,13 +34,11 @@ template <class Load, class Use>
 FLUX_DEVICE void for_each_vector(int vectors, const Load& load, const Use& use) {
   for (int first = threadIdx.x % 32; first < vectors; first += 32 * kBatch) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kBatch; ++i)
       if (first + 32 * i < vectors) load(i, first + 32 * i);
-    }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kBatch; ++i)
       if (first + 32 * i < vectors) use(i, first + 32 * i);
-    }
   }
 }
 
@@ -184,13 +180,6 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// What layer 1's backward pass has before the activation's: the gradient is of rows times their scores.
-struct Finish {
-  const float* scores;
-  uint4* rows;  // the result of the activation; may be where the gradient is
-  float* dots;  // gradient . row
-};
-
 // extent: of the gradient of the activation's result. out: gradients of the product.
 template <class Element, Activation kActivation, bool kFinish>
 __global__ void __launch_bounds__(kThreads)
@@ -226,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       if constexpr (kFinish) {
         const uint4 rounded = gemm::round<Element>(active);
-        finish.rows[at + vector] = rounded;
+        static_cast<uint4*>(finish.rows)[at + vector] = rounded;
         sum += dot<Element>(grads[i], rounded);
       }
     });
@@ -260,22 +249,17 @@ void launch_for(int activation, const ExpertRows& rows, const runtime::Matrix& p
   launch_of(Constant<Activation::kSwiglu>());
 }
 
-template <Activation kActivation>
-void load_activation() {
-  runtime::load(activate_rows_kernel<__nv_bfloat16, kActivation>, activate_rows_kernel<__half, kActivation>,
-                activation_grad_kernel<__nv_bfloat16, kActivation, false>,
-                activation_grad_kernel<__half, kActivation, false>,
-                activation_grad_kernel<__nv_bfloat16, kActivation, true>,
-                activation_grad_kernel<__half, kActivation, true>);
+template <class Element, Activation... kActivations>
+void load_all() {
+  runtime::load(gather_rows_kernel<Element>, finish_rows_kernel<Element>, combine_kernel<Element>,
+                activate_rows_kernel<Element, kActivations>...,
+                activation_grad_kernel<Element, kActivations, false>...,
+                activation_grad_kernel<Element, kActivations, true>...);
 }
 
 runtime::Kernels kernels([] {
-  runtime::load(gather_rows_kernel<__nv_bfloat16>, gather_rows_kernel<__half>,
-                finish_rows_kernel<__nv_bfloat16>, finish_rows_kernel<__half>);
-  runtime::load(combine_kernel<__nv_bfloat16>, combine_kernel<__half>);
-  load_activation<Activation::kSilu>();
-  load_activation<Activation::kGelu>();
-  load_activation<Activation::kSwiglu>();
+  load_all<__nv_bfloat16, Activation::kSilu, Activation::kGelu, Activation::kSwiglu>();
+  load_all<__half, Activation::kSilu, Activation::kGelu, Activation::kSwiglu>();
 });
 
 const uint4* vectors(const void* data) { return static_cast<const uint4*>(data); }
@@ -304,20 +288,15 @@ void activate_rows(const ExpertRows& rows, int activation, const runtime::Matrix
 }
 
 void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
-                     void* out, cudaStream_t stream) {
+                     void* out, const Finish& finish, cudaStream_t stream) {
+  const auto launch_as = [&](auto constant, auto finishes) {
+    launch(rows, activation_grad_kernel<__nv_bfloat16, constant, finishes>,
+           activation_grad_kernel<__half, constant, finishes>, stream, vectors(grad), vectors(product.data),
+           vectors(out), finish);
+  };
   launch_for(activation, rows, product, [&](auto constant) {
-    launch(rows, activation_grad_kernel<__nv_bfloat16, constant, false>,
-           activation_grad_kernel<__half, constant, false>, stream, vectors(grad), vectors(product.data),
-           vectors(out), Finish());
-  });
-}
-
-void finish_activation(const ExpertRows& rows, int activation, void* data, const runtime::Matrix& product,
-                       const float* scores, void* out, float* dots, cudaStream_t stream) {
-  launch_for(activation, rows, product, [&](auto constant) {
-    launch(rows, activation_grad_kernel<__nv_bfloat16, constant, true>,
-           activation_grad_kernel<__half, constant, true>, stream, vectors(std::as_const(data)),
-           vectors(product.data), vectors(out), Finish{scores, vectors(data), dots});
+    if (finish.scores != nullptr) return launch_as(constant, std::true_type());
+    launch_as(constant, std::false_type());
   });
 }
 

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "moe/combining_rows.cuh"
 #include "moe/grouped_launch.cuh"

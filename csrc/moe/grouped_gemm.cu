@@ -18,9 +18,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
   const int per_thread = ceil_div(experts, kScheduleThreads);
   const int first = threadIdx.x * per_thread, last = min(first + per_thread, experts);
   int count = 0;
-  for (int expert = first; expert < last; ++expert) {
+  for (int expert = first; expert < last; ++expert)
     count += ceil_div(offsets[expert + 1] - offsets[expert], gemm::kBlockM);
-  }
   ends[threadIdx.x] = count;
   __syncthreads();
   for (int distance = 1; distance < kScheduleThreads; distance *= 2) {

@@ -11,11 +11,8 @@
 // Rows of other experts must not even be multiplied by zero: they may be infinite. The last k-block of such a tile
 // completes on a barrier that only the cleaner waits for, which completes that of the math warps: their loop is that of
 // all GEMM kernels.
-#include <algorithm>
 
 #include "gemm/sm90/instances.cuh"
-#include "gemm/sm90/mainloop.cuh"
-#include "gemm/sm90/smem.cuh"
 #include "moe/moe.h"
 
 namespace flux::moe {
@@ -137,9 +134,8 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
           }
         });
         // The partner's last arrivals: they must not meet the barriers of another launch.
-        for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
+        for (int stage = 0; stage < kTile.stages; ++stage, ring.advance())
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-        }
       }
     } else if (warp == 1) {
       int stage = 0;
@@ -155,9 +151,8 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
         const uint32_t end = smem.a(last) + gemm::kPanelBytes;
         for (uint32_t at = smem.a(last) + valid * 128 + ptx::lane() * 16; at < end; at += 32 * 16) {
 #pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel) {
+          for (int panel = 0; panel < kPanels; ++panel)
             ptx::store_shared_v4(at + panel * gemm::kPanelBytes, 0u, 0u, 0u, 0u);
-          }
         }
         ptx::fence_proxy_async_smem();
         __syncwarp();

@@ -1,10 +1,6 @@
 // Host functions of the mixture-of-experts kernels: pointers, sizes, a stream. Free of torch.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
 #include "gemm/gemm.h"
 #include "moe/routing.h"
 #include "runtime/symm_buffer.h"
@@ -23,10 +19,9 @@ struct OwnChoices {
   bool whole_vectors = false;
 };
 
-// Computes the routing from the choices of all ranks, as route_on_host does. Fills the arrays of `out` and `weights`
-// [world_size][max_tokens][top_k], in device memory. A collective: the exchange buffers have route_exchange_bytes();
-// `symm` may be null for one rank, or for no tokens. `scratch`: route_scratch_words() words. A cooperative launch,
-// which CUDA graphs can capture.
+// Computes the routing from the choices of all ranks, as route_on_host does: `out` and `weights` [world_size]
+// [max_tokens][top_k]. A collective: the exchange buffers have route_exchange_bytes(); `symm` may be null for one rank,
+// or for no tokens. `scratch`: route_scratch_words() words. A cooperative launch, which CUDA graphs can capture.
 void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
            const RoutingArrays& out, float* weights, int32_t* scratch, cudaStream_t stream);
 
@@ -59,14 +54,16 @@ void finish_rows(const ExpertRows& rows, void* data, const float* scores, const 
 void activate_rows(const ExpertRows& rows, int activation, const runtime::Matrix& product, void* out,
                    cudaStream_t stream);
 
-// The gradient of `product` from that of its activation's result, whose columns are given.
-void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
-                     void* out, cudaStream_t stream);
+// What layer 1's backward pass has before the activation's: the gradient is of rows times their scores.
+struct Finish {
+  const float* scores = nullptr;
+  void* rows = nullptr;   // gets activation(product); may be where the gradient is
+  float* dots = nullptr;  // gets gradient . row
+};
 
-// The end of layer 1's backward pass, and the gradient of the activation before it. `data` has the gradients of rows times
-// their scores, and then the rows, activation(product); dots[row] = gradient . row, and out is the gradient of product.
-void finish_activation(const ExpertRows& rows, int activation, void* data, const runtime::Matrix& product,
-                       const float* scores, void* out, float* dots, cudaStream_t stream);
+// out = the gradient of `product` from that of its activation's result, whose columns are given. finish: or nothing.
+void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
+                     void* out, const Finish& finish, cudaStream_t stream);
 
 // --- grouped GEMM ---
 

@@ -1,14 +1,12 @@
 // The layout of the rows of a mixture of experts, and the order in which they are computed and sent: pure functions,
 // shared by kernels, host, CPU path and tests (docs/design/moe.md).
 //
-// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are divided into ep_size
-// slices; tp_size consecutive ranks share those of a slice, each a part of the columns of every expert. So ep_size = 1
-// is tensor parallelism, and ep_size = world_size is expert parallelism.
+// Tokens are distributed over all ranks, at most max_tokens on each. Experts are divided into ep_size slices; tp_size
+// consecutive ranks share those of a slice, each a part of every expert's columns: ep_size = 1 is tensor parallelism.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 
 #include "gemm/tile_config.h"
 
@@ -25,11 +23,8 @@ constexpr int kGroupM = 16;     // tiles in one column that share a weight tile 
 using gemm::ceil_div;
 
 struct Layout {
-  int world_size;
-  int rank;
-  int ep_size;
-  int num_experts;
-  int top_k;
+  int world_size, rank;
+  int ep_size, num_experts, top_k;
   int max_tokens;  // maximum of each rank
 
   FLUX_HD int tp_size() const { return world_size / ep_size; }
@@ -55,17 +50,15 @@ struct Layout {
   // the source of a step.
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
 
-  // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Without expert parallelism
-  // the owner needs nearly all tokens, so a token's slot row is its index. The same holds for own tokens (not sent).
+  // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Else a token's slot row is
+  // its index: without expert parallelism the owner needs nearly all, and own tokens are not sent.
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
-  // Number of blocks of slot rows in layer 1. An empty slot has a signal too, because every rank must receive from
-  // every peer in every call.
+  // Blocks of slot rows in layer 1. An empty slot has one: a rank must receive from every peer in every call.
   FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  // Small, so that the sums that remain after the last tile occupy all SMs
-  // (docs/design/moe.md#layer-1-chunks-communication-ctas).
+  // Small: sums that remain after the last tile occupy all SMs (docs/design/moe.md#layer-1-chunks-communication-ctas).
   FLUX_HD static int block_rows(int max_tokens) {
     constexpr int kFewest = 8, kBlocks = 128;
     int rows = kFewest;
@@ -87,9 +80,8 @@ FLUX_HD int route_threads(const Layout& layout) {
   // With more choices, so many threads have too few registers.
   const int most = layout.top_k <= 8 ? kMostRouteThreads : kManyRouteThreads;
   int threads = kFewRouteThreads;
-  while (threads < most && layout.world_size * ceil_div(layout.max_tokens, threads) >= kManyRouteCtas) {
+  while (threads < most && layout.world_size * ceil_div(layout.max_tokens, threads) >= kManyRouteCtas)
     threads *= 2;
-  }
   return threads;
 }
 // Experts on one rank, limited by shared memory.
@@ -102,8 +94,7 @@ FLUX_HD int route_ctas(const Layout& layout) { return layout.world_size * route_
 FLUX_HD bool route_fits(const Layout& layout, int num_sms) {
   return route_ctas(layout) + kSmsOfOthers <= num_sms;
 }
-// Words of scratch memory: for each CTA the counts of the experts, and a pair of words for each slice. The pairs start
-// at an even word.
+// Words of scratch memory: of each CTA the counts of the experts, and from an even word on a pair for each slice.
 FLUX_HD int64_t route_scratch_words(const Layout& layout) {
   const int64_t ctas = route_ctas(layout) - 1;
   return ctas * (layout.local_experts() + 2 * layout.ep_size) + 1;
@@ -117,12 +108,10 @@ FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
 
 // ---- layer 0: the order in which tokens are sent -------------------------------------------------------------
 
-// Tiles are computed expert by expert, so tokens are sent in the order of the first expert that needs them. The first
-// expert of a token of share s is below ends[s], and not below ends[s - 1]. The experts of share 0 can start when a
-// fraction of the tokens has arrived. If tokens were sent in their own order, every tile would wait for nearly all.
-//
-// A unit is the work of one CTA at a time. Of `part_tokens` consecutive tokens, it sends those of one share to one
-// peer.
+// Tiles are computed expert by expert, so tokens are sent in the order of the first expert that needs them: that of a
+// token of share s is below ends[s], and not below ends[s - 1]. The experts of share 0 can start when a fraction of the
+// tokens has arrived. A unit is the work of one CTA at a time: of `part_tokens` consecutive tokens, those of one share
+// that go to one peer.
 struct SendUnit {
   int share, part, peer;
 };
@@ -138,8 +127,8 @@ struct SendOrder {
     return share;
   }
   FLUX_HD int begin(int share) const { return share == 0 ? 0 : ends[share - 1]; }
-  // The first experts, up to the end of share 1: their tiles with only own tokens are computed first, while the first
-  // share travels. Those of all experts would take longer, and read every weight twice.
+  // Those up to the end of share 1: their tiles of own tokens are computed first, while the first share travels. Those
+  // of all experts would take longer, and read every weight twice.
   FLUX_HD int early_experts() const { return ends[shares > 1 ? 1 : 0]; }
 
   // Peers take turns, and each rank starts with a different one, so that no peer receives from all ranks at once.
@@ -197,8 +186,8 @@ FLUX_HD int early_tiles(int expert, int early_experts, int own_rows, int rows, i
   return own_rows == rows ? ceil_div(rows, block_m) : own_rows / block_m;
 }
 
-// One entry for each tile row of the schedule. The entries of an expert are adjacent, except for early tiles. Up to
-// kGroupM adjacent tile rows form a group, whose tiles are computed column by column.
+// Of a tile row of the schedule. Those of an expert are adjacent, except for early tiles. Up to kGroupM adjacent tile
+// rows form a group, whose tiles are computed column by column.
 struct TileEntry {
   int expert;
   int first_m;  // first tile row of the group, within the expert
@@ -215,8 +204,7 @@ FLUX_HD TileEntry make_entry(int expert, int first_m, int count, int base, int i
 }
 
 struct Tile {
-  int expert;
-  int m, n;  // tile coordinates within the expert
+  int expert, m, n;  // tile coordinates within the expert
 };
 
 // Tile number `index` of the schedule, for `n_tiles` columns of tiles (with column chunks: the columns of the chunk).
@@ -230,8 +218,7 @@ FLUX_HD Tile tile_at(const TileEntry* entries, int n_tiles, int index) {
 
 // All experts' tiles of one chunk of columns are computed before those of the next.
 struct ColumnChunks {
-  int n_tiles;
-  int tiles_per_chunk;
+  int n_tiles, tiles_per_chunk;
 
   FLUX_HD int count() const { return ceil_div(n_tiles, tiles_per_chunk); }
   FLUX_HD int first(int chunk) const { return chunk * tiles_per_chunk; }
@@ -252,16 +239,13 @@ inline ColumnChunks make_chunks(int n, int block_n) {
 // A unit of work of the communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer: sum each
 // token's rows and send the sums. For the own rank: add the peers' contributions and write the result.
 struct CommUnit {
-  int chunk;
-  int peer;
-  int block;
+  int chunk, peer, block;
 };
 
 // The order in which communication CTAs draw units. Own blocks wait for peers, so they come one chunk later. When a
 // unit waits, all earlier ones have been drawn, by CTAs that wait at most for earlier chunks: ranks cannot deadlock.
 struct CommOrder {
-  int world_size;
-  int rank;
+  int world_size, rank;
   int blocks;  // blocks of one rank's tokens
   int chunks;
 
@@ -295,7 +279,7 @@ inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int exp
   constexpr double kReadBytesPerSmUs = 3.3e4;
   constexpr double kSumBytesPerSmUs = 3.0e4;
   const double flops =
-      2.0 * expected_rows * n * k * operand_bytes / 2;  // of fp8, an SM multiplies twice as many
+      2.0 * expected_rows * n * k * operand_bytes / 2;  // an SM multiplies twice as many of fp8
   const double weights = static_cast<double>(experts) * n * k * operand_bytes;
   const double compute_us = flops / kFlopsPerSmUs, read_us = weights / kReadBytesPerSmUs;
   const double gemm_us = std::max(compute_us, read_us);

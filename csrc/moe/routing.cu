@@ -2,12 +2,10 @@
 // stable counting sort, in the order of steps and tokens. Each CTA handles kThreads tokens of one source: it sends the
 // choices of own tokens to all peers, or waits for those of a peer's.
 //
-// The result does not depend on timing: within a warp, the order comes from one word for each expert, in which each
-// lane that chose it sets its bit; between warps and CTAs, from counts. One grid-wide barrier separates counting from
-// placing. One more CTA writes the tile schedule.
+// The result does not depend on timing: within a warp, the order comes from one word for each expert, in which each lane
+// that chose it sets its bit; between warps and CTAs, from counts. One more CTA writes the tile schedule.
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <iterator>
 
 #include "moe/choices.cuh"
@@ -49,8 +47,8 @@ struct Numbers {
   int before, count, end;
 };
 
-// The work of a CTA: kThreads tokens of one source, each with at most kTopK choices. Most loops are not unrolled: code
-// runs only a few times in a launch, so unrolling costs more instruction fetches than it saves.
+// The work of a CTA: kThreads tokens of one source, each with at most kTopK choices. Most loops are not unrolled, because
+// code that runs a few times costs instruction fetches.
 template <int kThreads, int kTopK>
 struct Cta {
   static constexpr int kWarps = kThreads / 32;
@@ -286,9 +284,8 @@ struct Cta {
     const int num_rows = find_first_rows(p, shared);  // includes __syncthreads, so `numbers` is complete
     const Numbers& needed = numbers[p.slice];
     const bool compact = layout.compacts(place.source, layout.rank);
-    if (place.chunk == 0 && threadIdx.x == 0) {
+    if (place.chunk == 0 && threadIdx.x == 0)
       p.out.received[place.source] = compact ? needed.count : needed.end;
-    }
     if (place.valid) {
       const int slot = slot_row(place.slices, place.token, ballots, p.slice, needed.before, compact);
       int32_t* const tokens = p.out.incoming + begin;
@@ -315,9 +312,8 @@ struct Cta {
     // Marks the entries after the last row as empty.
     const int threads = layout.world_size * p.chunks * kThreads;
 #pragma unroll 1
-    for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads) {
+    for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads)
       p.out.rows[i] = -1;
-    }
     if (place.step != 0 || !place.valid) return;
 #pragma unroll 1
     for (int to = 0; to < layout.ep_size; ++to) {
@@ -359,9 +355,8 @@ struct Cta {
     }
     const int num_rows = scan_array(offsets, p.experts);
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
+    for (int expert = threadIdx.x; expert < p.experts; expert += kThreads)
       p.out.offsets[expert] = offsets[expert];
-    }
     if (threadIdx.x == 0) p.out.offsets[p.experts] = num_rows;
 
     int base = 0;
@@ -388,9 +383,8 @@ struct Cta {
     }
     if (threadIdx.x == 0) *p.out.num_tiles = base;
 #pragma unroll 1
-    for (int i = base + static_cast<int>(threadIdx.x); i < p.max_tiles; i += kThreads) {
+    for (int i = base + static_cast<int>(threadIdx.x); i < p.max_tiles; i += kThreads)
       p.out.tiles[i] = {0, 0, 0, 0};
-    }
   }
 
   __device__ static void run(const Params& p, void* smem) {

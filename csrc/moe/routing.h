@@ -4,7 +4,6 @@
 // kernel (routing.cu) with it.
 #pragma once
 
-#include <cstdint>
 #include <numeric>
 #include <vector>
 
@@ -139,9 +138,8 @@ inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids,
   for (int to = 0; to < layout.ep_size; ++to) {
     const int64_t begin = static_cast<int64_t>(to) * layout.max_tokens;
     number_tokens(layout, own, to, layout.ep_size > 1, out.sent + begin);
-    for (int token = 0; token < layout.max_tokens; ++token) {
+    for (int token = 0; token < layout.max_tokens; ++token)
       out.firsts[begin + token] = first_expert(layout, own + token * k, to);
-    }
   }
   *out.num_tiles = schedule_tiles(layout, block_m, out.counts, out.tiles);
   for (int i = *out.num_tiles; i < layout.max_tiles(block_m); ++i) out.tiles[i] = {0, 0, 0, 0};

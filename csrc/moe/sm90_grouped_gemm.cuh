@@ -10,43 +10,34 @@
 //
 // A Rows policy defines where rows come from:
 //
-//   struct Params
-//   struct Call                     state that each thread reads once a launch
+//   struct Params, Call             plain data; state that each thread reads once a launch
 //   begin(params) -> Call
 //   kInOrder                        the sorted rows are the rows of x
-//   sources(params, call), place(params, row)
-//                                   if not kInOrder: two matrices, and the location of sorted row `row`: i for row i
-//                                   of the first matrix, ~i for row i of the second
-//   first_row_bytes(params), scales(params, call, place)
-//                                   fp8, if not kInOrder: from one row of the first matrix to the next; the scales of
-//                                   that row
-//   tile_counter(params)            counter from which CTAs draw their next tile, zero at launch; null: fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
+//   tile_counter(params)            counter from which CTAs draw their next tile, zero at launch; null: fixed stride
 //
-// if kArrive
-//
+// if not kInOrder:
+//   sources(params, call)           two matrices
+//   place(params, row)              where sorted row `row` is: i for row i of the first, ~i for row i of the second
+//   first_row_bytes(params)         fp8: from one row of the first matrix to the next
+//   scales(params, call, place)     fp8: of a row
+// if kArrive:
 //   num_pushers(params)             number of CTAs that send before they compute
 //   push(params, call, memory)      called by all threads of such a CTA; `memory`: shared memory not yet in use
 //   struct Progress                 state of each thread of the scheduler
 //   admit(params, call, progress, expert, row) -> bool
 //                                   called by a warp: waits for all rows of an expert up to this one
-//
-// if kCombine
-//
-//   may_draw(params, tiles_drawn, first_chunk) -> bool
+// if kCombine:
+//   may_draw(params, tiles_drawn, first_chunk)
 //                                   false: this CTA computes no further tiles and goes on to combine
 //   stored(params, chunk)           called by one thread: half a tile of a chunk is in memory
 //   combine<Element>(params, call, num_tile_rows, memory)
 //                                   called by all threads after the CTA's last tile; `memory`: free shared memory
-//
-// if kArrive or kCombine
-//
+// if kArrive or kCombine:
 //   end(params, call)               called by one thread of each CTA, after combine, or after its last tile is drawn
 #pragma once
 
-#include "gemm/sm90/mainloop.cuh"
-#include "gemm/sm90/smem.cuh"
 #include "moe/activation.cuh"
 #include "moe/grouped_scales.cuh"
 #include "moe/job_queue.cuh"
@@ -67,9 +58,8 @@ constexpr int kGroupedLaunchRegisters = 168;
 
 template <class Rows>
 struct GroupedParams {
-  CUtensorMap
-      weight;     // [experts][n, k], boxes of half a tile's columns; MN-major: [experts][k, n], of 64 columns
-  CUtensorMap x;  // [rows, k], if kInOrder
+  CUtensorMap weight;  // [experts][n, k], boxes of half a tile's columns; MN-major: [experts][k, n], of 64
+  CUtensorMap x;       // [rows, k], if kInOrder
   const int32_t* offsets;
   const TileEntry* tiles;
   const int32_t* num_tile_rows;
@@ -83,18 +73,9 @@ struct GroupedParams {
   typename Rows::Params rows;
 };
 
-template <class Rows>
-struct ScaledGroupedParams : GroupedParams<Rows> {
-  GroupedScales scales;
-};
-
 template <bool kFp8, class Rows>
-using GroupedParamsFor = std::conditional_t<kFp8, ScaledGroupedParams<Rows>, GroupedParams<Rows>>;
-
-template <int kConfig, class Rows>
-struct GroupedKernel {
-  using Params = GroupedParamsFor<gemm::kTileConfigs[kConfig].is_fp8(), Rows>;
-};
+using GroupedParamsFor =
+    std::conditional_t<kFp8, gemm::WithScales<GroupedParams<Rows>, GroupedScales>, GroupedParams<Rows>>;
 
 // The loader requests the next tile when this many k-blocks of the current tile remain to be loaded: about 4 us.
 constexpr int kAskBefore = 16;
@@ -175,8 +156,8 @@ FLUX_DEVICE void load_weight(const CUtensorMap* map, uint32_t b, uint32_t full, 
 }
 
 template <class Element, gemm::Major kMajorB, int kConfig, class Rows>
-__global__ void __launch_bounds__(kGroupedThreads, 1)
-    sm90_grouped_gemm(const __grid_constant__ typename GroupedKernel<kConfig, Rows>::Params params) {
+__global__ void __launch_bounds__(kGroupedThreads, 1) sm90_grouped_gemm(
+    const __grid_constant__ GroupedParamsFor<gemm::kTileConfigs[kConfig].is_fp8(), Rows> params) {
   using gemm::kBlockM;
   constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
   constexpr bool kFp8 = kTile.is_fp8();
@@ -317,9 +298,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         const int scaled_row = (warp - 2) * (kBlockM / 2) + ptx::lane();
         if constexpr (kFp8) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          for (int i = 0; i < 2; ++i)
             scales[i] = Rows::scales(params.rows, call, jobs.place(queue, scaled_row + i * 32));
-          }
         }
         jobs.give_back(queue);
         for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {

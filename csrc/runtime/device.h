@@ -49,8 +49,8 @@ inline int usable_sms(int given_sms) { return given_sms > 0 ? given_sms : num_sm
 // A launch that is limited to some of the SMs must not start early, because it would occupy other SMs meanwhile.
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 
-// The kernels of a file, and how they are loaded on a device. A static object. A call that waits for peers loads all
-// before: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
+// The kernels of a file, a static object. A call that waits for peers loads all of them before: lazy loading would wait
+// for a kernel that spins on a peer, and may be forbidden during capture.
 class Kernels {
  public:
   explicit Kernels(void (*load)()) : load_(load), next_(newest_) { newest_ = this; }

@@ -1,5 +1,4 @@
 // The layout of a sum over ranks: every rank has a matrix [m, n] of 16-bit elements. Defines for each 16-byte vector
-// which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and tests. vector
 // which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and tests.
 //
 //   one-shot   every rank sends its whole matrix to all ranks, and every rank sums everything
@@ -7,8 +6,8 @@
 //              and sends the sum to all ranks
 //   scatter    every rank owns a shard of rows. Each rank sends every shard to its owner, which sums and keeps it
 //
-// An exchange area has one slot for the contribution of each rank, its own included (a sum without a GEMM reads its own
-// part in place). Two-shot areas then have the sums that owners have sent.
+// An exchange area has one slot for each rank's contribution (a sum without a GEMM reads its own part in place), and
+// two-shot then the sums that owners have sent.
 #pragma once
 
 #include <cstdint>
@@ -92,10 +91,9 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
                                                          : Exchange::Mode::kTwoShot;
 }
 
-// A scatter whose contributions travel as int8: every rank has `rows` rows of n elements for each owner. 128 elements
-// of a row are a group with one scale; four groups, which a warp quantises at once, are a unit: 16-byte vectors of
-// numbers and one of scales. An exchange area has one slot for the units of each rank, its own included. No word of
-// them is kAbsent: numbers travel as bytes of q + 127, and scales have no sign.
+// A scatter whose contributions, `rows` rows of n elements for each owner, travel as int8. 128 elements of a row are a
+// group with one scale; four groups, which a warp quantises at once, are a unit: 16-byte vectors of numbers and one of
+// scales. No word of them is kAbsent: numbers travel as bytes of q + 127, and scales have no sign.
 struct Int8Scatter {
   int rows, n;
   int world_size;

@@ -41,28 +41,22 @@ uint32_t wait_at_least(uint64_t address, uint32_t epoch, Clock::duration timeout
   constexpr auto kSleep = std::chrono::microseconds(50);
   constexpr auto kPollEvery = std::chrono::milliseconds(50);
 
-  uint32_t seen = load_acquire(address);
-  for (int i = 0; i < kSpins && !reached(seen, epoch); ++i) {
-    cpu_relax();
-    seen = load_acquire(address);
-  }
-  if (reached(seen, epoch)) return seen;
-
+  for (int i = 0; i < kSpins && !reached(load_acquire(address), epoch); ++i) cpu_relax();
   const auto start = Clock::now();
   auto next_poll = start + kPollEvery;
   for (int i = 0;; ++i) {
-    seen = load_acquire(address);
+    const uint32_t seen = load_acquire(address);
+    if (reached(seen, epoch)) return seen;
     const auto now = Clock::now();
-    if (reached(seen, epoch) || now - start >= timeout) return seen;
+    if (now - start >= timeout) return seen;
     if (now >= next_poll) {
       poll();
       next_poll = now + kPollEvery;
     }
-    if (i < kYields) {
+    if (i < kYields)
       sched_yield();
-    } else {
+    else
       std::this_thread::sleep_for(kSleep);
-    }
   }
 }
 

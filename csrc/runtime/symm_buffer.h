@@ -1,7 +1,5 @@
 // The symmetric workspace of a group: the same layout on every rank, accessible through plain pointers. Python
 // allocates and maps the memory (python/flux/comm). Several ranks can share one GPU, as in most kernel tests.
-// allocates and maps the memory (python/flux/comm); nothing here owns it. Several ranks can share one GPU, as in
-// most kernel tests.
 //
 //   [0, 16384)                 header: words only the owning rank touches, but for `gave_up`
 //   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers

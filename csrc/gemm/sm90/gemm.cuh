@@ -7,15 +7,10 @@
 //   storers  warps 1 and 2, one     one for each math warpgroup: stores its slabs to D by TMA, or sends them as the
 //            thread each            Store policy says, and loads the peers' contributions
 //
-// Separate storers hide the latency of remote stores: all CTAs finish a tile at about the same time, and a link takes
-// far longer than memory to accept that. Meanwhile the math warps run on
-// (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
+// Separate storers hide the latency of remote stores (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
-#include "gemm/policy.h"
-#include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/scales.cuh"
-#include "gemm/sm90/smem.cuh"
 #include "gemm/sm90/split_k.cuh"
 
 namespace flux::gemm {
@@ -27,9 +22,8 @@ namespace flux::gemm {
 //
 // Tiles that leave over a link are drawn from a counter in global memory, as late as possible
 // (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing before they have arrived:
-// an idle CTA could start it. The order itself does not change: a local tile is drawn only after every remote tile has
-// been drawn by a resident cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that others
-// wait for.
+// an idle CTA could start it. A local tile is drawn only after every remote tile has been drawn by a resident cluster,
+// so a CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that others wait for.
 
 // The state of a role (math warp, storer, loader) that reads the queue.
 template <class Smem>
@@ -75,9 +69,8 @@ struct TileQueueWriter {
   }
 
   FLUX_DEVICE void drain(const Smem& smem) {
-    for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
+    for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance())
       ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
-    }
   }
 };
 
@@ -102,24 +95,14 @@ struct GemmParams {
   typename Store::Params store;
 };
 
-template <class Store>
-struct ScaledGemmParams : GemmParams<Store> {
-  ScaleParams scales;
-};
-
 template <bool kFp8, class Store>
-using GemmParamsFor = std::conditional_t<kFp8, ScaledGemmParams<Store>, GemmParams<Store>>;
-
-template <int kConfig, class Store>
-struct GemmKernel {
-  using Params = GemmParamsFor<kTileConfigs[kConfig].is_fp8(), Store>;
-};
+using GemmParamsFor = std::conditional_t<kFp8, WithScales<GemmParams<Store>>, GemmParams<Store>>;
 
 // Element: the type of the result (or fp32, see ScaleParams), of the bias and of what travels; in tiles of 16-bit
 // operands also of these.
 template <class Element, Major kMajorB, int kConfig, class Store>
 __global__ void __launch_bounds__(kNumThreads, 1)
-    sm90_gemm(const __grid_constant__ typename GemmKernel<kConfig, Store>::Params params) {
+    sm90_gemm(const __grid_constant__ GemmParamsFor<kTileConfigs[kConfig].is_fp8(), Store> params) {
   constexpr TileConfig kTile = kTileConfigs[kConfig];
   constexpr bool kFp8 = kTile.is_fp8(), kStoresFloats = kFp8 && !Store::kReduces;
   constexpr int kBlockN = kTile.block_n;
@@ -233,9 +216,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         if (cluster_size > 1) {
           // Waits for the partner's last arrivals on this CTA's mbarriers. If this CTA had exited by then, they
           // would corrupt the mbarriers of the next launch.
-          for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
+          for (int stage = 0; stage < kTile.stages; ++stage, ring.advance())
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-          }
           if (cta == 0) next_tile.drain(smem);
         }
       } else if (warp <= kNumMathWarpgroups) {
@@ -398,9 +380,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
       } else if (!store_directly(d, 0, kChunks)) {
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
+        for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks)
           stage_slab(&d[chunk * kChunkAccumulators], kChunks - chunk);
-        }
       }
     }
   }

@@ -11,23 +11,19 @@
 //
 // An Output defines where results go:
 //
-//   struct Params
-//   begin(params) -> Call
-//   kSums                                             whether it sums over ranks, after all tiles
-//   kGates                                            whether columns can gate others
-//   bias(params)                                      bias to add to the product, or null
-//   store(params, call, row, column, v)               stores eight columns of a row of the local product
-//   fetch_ahead(params)                               called by a warp that has loaded all tiles of its CTA
-//   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
-//   end(params, box)                                  called by that warp after all threads have called begin; leaves
-//                                                     shares of a sum in `box`
+//   struct Params, begin(params) -> Call
+//   kSums, kGates                             whether it sums over ranks, after all tiles; whether columns gate others
+//   bias(params)                              bias to add to the product, or null
+//   store(params, call, row, column, v)       stores eight columns of a row of the local product
+//   fetch_ahead(params)                       called by a warp that has loaded all tiles of its CTA
+//   end(params, box)                          called by that warp after all threads have called begin; leaves shares of
+//                                             a sum in `box`
+//   finish<Element>(params, call, box, spare) called by both warpgroups after all tiles
 #pragma once
 
 #include "gemm/finish.cuh"
 #include "gemm/gemm.h"
-#include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/scales.cuh"
-#include "gemm/sm90/smem.cuh"
 #include "gemm/swap_ab.h"
 
 namespace flux::gemm {
@@ -57,11 +53,6 @@ struct ScaledSwapAbParams : SwapAbParams<Output> {
 template <bool kFp8, class Output>
 using SwapAbParamsFor = std::conditional_t<kFp8, ScaledSwapAbParams<Output>, SwapAbParams<Output>>;
 
-template <int kConfig, class Output>
-struct SwapAbKernel {
-  using Params = SwapAbParamsFor<kSwapAbConfigs[kConfig].is_fp8, Output>;
-};
-
 // Loads the halves of a tile whose columns are a gate and what it gates. A pair of CTAs loads one each, for both.
 FLUX_DEVICE void load_gate_and_gated(const CUtensorMap& weight, int gate_rows, uint32_t dst, uint32_t full,
                                      int k, int row, int cta, bool shared) {
@@ -87,8 +78,8 @@ FLUX_DEVICE uint4 gated(const uint4& gates, const uint4& values) {
 }
 
 template <class Element, Major kMajorW, int kConfig, class Output>
-__global__ void __launch_bounds__(kSwapAbThreads, 1)
-    sm90_gemm_swap_ab(const __grid_constant__ typename SwapAbKernel<kConfig, Output>::Params params) {
+__global__ void __launch_bounds__(kSwapAbThreads, 1) sm90_gemm_swap_ab(
+    const __grid_constant__ SwapAbParamsFor<kSwapAbConfigs[kConfig].is_fp8, Output> params) {
   constexpr SwapAbConfig kTile = kSwapAbConfigs[kConfig];
   constexpr bool kIsFp8 = kTile.is_fp8;
   constexpr bool kGates = Output::kGates && kMajorW == Major::K && !kIsFp8;
@@ -402,9 +393,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
                 continue;
               }
             }
-            if (out_column < params.n) {
+            if (out_column < params.n)
               Output::store(params.output, call, begin + row, out_column, round<Element>(sum));
-            }
           }
         }
         // After the last exchange no CTA waits on partials_empty, so no arrival is needed.

@@ -2,8 +2,6 @@
 // separate only so that they compile in parallel.
 #pragma once
 
-#include <utility>
-
 #include "gemm/sm90/kernel_table.h"
 
 namespace flux::gemm {

@@ -1,12 +1,6 @@
 // The instances of a kernel template, by dtype, layout of the weight, and tile. For CUDA sources only.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <atomic>
-#include <utility>
-
 #include "gemm/sm90/mainloop.cuh"
 #include "runtime/device.h"
 #include "runtime/launch.h"

@@ -84,9 +84,8 @@ void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& orde
   } else {
     params.b = make_tensor_map(args.weight, args.weight_dtype(), block_k, tile.block_n / order.cluster_m());
     params.last_columns = last_box(args.n(), tile.block_n, order.cluster_m());
-    if (params.last_columns > 0) {
+    if (params.last_columns > 0)
       params.last_b = make_tensor_map(args.weight, args.weight_dtype(), block_k, params.last_columns);
-    }
   }
   if constexpr (kFp8) {
     params.scales = scale_params(args, kScaleBoxRows);
@@ -121,8 +120,8 @@ void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& orde
 template <class Store>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
             int num_sms, const typename Store::Params& store, cudaStream_t stream) {
-  const auto launch = args.is_fp8() ? launch_as<Store, true> : launch_as<Store, false>;
-  launch(args, choice, order, rows_per_shard, num_sms, store, stream, /*min_ctas=*/0);
+  (args.is_fp8() ? launch_as<Store, true> : launch_as<Store, false>)(args, choice, order, rows_per_shard,
+                                                                     num_sms, store, stream, /*min_ctas=*/0);
 }
 
 }  // namespace flux::gemm

@@ -1,8 +1,6 @@
 // Launches the swap-AB kernel for any Output.
 #pragma once
 
-#include <algorithm>
-
 #include "gemm/sm90/gemm_swap_ab.cuh"
 #include "gemm/sm90/launch.cuh"
 

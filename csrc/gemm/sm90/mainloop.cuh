@@ -2,9 +2,6 @@
 // and releases them to be loaded again. All GEMM kernels share it.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 #include <utility>
 
@@ -89,8 +86,8 @@ FLUX_DEVICE uint64_t make_b_descriptor(uint32_t address) {
   return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
 }
 
-// The tensor map and box size of an operand of one tile. A tile at the edge uses smaller boxes, because TMA is slower
-// on rows beyond the edge. The rest of the stage keeps stale data, which affects only results beyond the edge.
+// Of an operand of one tile. At the edge boxes are smaller, because TMA is slower on rows beyond the edge; the rest of
+// the stage keeps stale data, which affects only results beyond the edge.
 struct Boxes {
   const CUtensorMap* map;
   int rows;  // rows of a box (x, K-major weight), or columns of all boxes together (MN-major weight)
@@ -172,9 +169,8 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
     Operands at = operands(index, block);
     at.b += part_bytes >> 4;
 #pragma unroll
-    for (int k = 0; k < kBlockBytes / 32; ++k) {
+    for (int k = 0; k < kBlockBytes / 32; ++k)
       Mma::step(at.a + k * (kStepA >> 4), at.b + k * (kStepB >> 4), d, adds || k > 0);
-    }
   };
   if constexpr (Promotion::kPromotes) {
     constexpr int kParts = Promotion::kColumnParts;
@@ -229,9 +225,8 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
     for (int stage = 0; stage < singles; ++stage) promote(std::integral_constant<int, 1>(), stage);
     if constexpr (Promotion::kTakesPairs) {
 #pragma unroll 1
-      for (int stage = singles; stage < num_stages; stage += 2) {
+      for (int stage = singles; stage < num_stages; stage += 2)
         promote(std::integral_constant<int, 2>(), stage);
-      }
     }
   } else {
     // The stage whose wgmmas may still be running.

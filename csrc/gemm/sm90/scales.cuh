@@ -19,6 +19,11 @@ struct ScaleParams {
   int64_t sums_stride;
 };
 
+template <class Params, class Scales = ScaleParams>
+struct WithScales : Params {
+  Scales scales;
+};
+
 // The row in a warpgroup's half tile of this thread's first accumulators; those of the row eight below come next.
 FLUX_DEVICE int first_row_of_thread() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
@@ -87,9 +92,8 @@ struct TilePromotion {
       const float column = kParts == 1 || column_part * kScaled + part < boundary ? w.before : w.behind;
       const float factors[2] = {x.first * column, x.second * column};
 #pragma unroll
-      for (int i = part * kEach; i < (part + 1) * kEach; ++i) {
+      for (int i = part * kEach; i < (part + 1) * kEach; ++i)
         sums[column_part * kProducts + i] += product[i] * factors[i / 2 % 2];
-      }
     }
   }
 };
@@ -176,9 +180,8 @@ FLUX_DEVICE void scale_swapped_sums(const ScaleParams& s, int row, int m, int co
   if (s.blocks) return;
   float of_columns[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2; ++half)
     of_columns[half] = column + half * 8 < n ? __ldg(s.weight + (column + half * 8) * s.weight_step) : 0.0f;
-  }
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const int at = row + i / 4 * 8 + i % 2;

@@ -27,8 +27,7 @@ struct Smem {
   static constexpr int kABytes = kBlockM * kBlockBytes;
   static constexpr int kStageBytes = stage_bytes(kTile);
   static constexpr int kSlabBytes = 64 * kTile.slab_n * kResultBytes;
-  static constexpr int kScaleBytes =
-      scale_bytes(kTile);  // from a stage to the next; TMA wants multiples of 128
+  static constexpr int kScaleBytes = scale_bytes(kTile);  // of a stage; TMA wants multiples of 128
   static constexpr int kScaleBoxBytes = kScaleBoxRows * 4;
   static_assert(kStageBytes % 1024 == 0 && kSlabBytes % 128 == 0 && kScaleBytes % 128 == 0);
   static constexpr int kSlabs = kTile.slabs;
@@ -98,9 +97,8 @@ struct Smem {
   // The end of the memory that num_barriers and smem_bytes describe.
   __device__ uint32_t end() const { return failed(kNumMathWarpgroups); }
   __device__ void set_failed() const {
-    for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
+    for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup)
       ptx::store_shared(failed(warpgroup), 1);
-    }
   }
 
   // Called by one thread before any barrier is used. Every math warp releases a stage to each of the `sharers`,
@@ -204,9 +202,8 @@ template <int kPanelN>
 FLUX_DEVICE void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column, int columns,
                               int num_rows, int n, int shard) {
   if (row >= num_rows) return;
-  for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
+  for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN)
     ptx::tma_store_3d(d, slab + offset * 64 * kResultBytes, column + offset, row, shard);
-  }
 }
 
 }  // namespace flux::gemm

@@ -1,9 +1,7 @@
 // Split K: the CTAs of a cluster share a tile, and each multiplies a part of K, for problems with fewer tiles than SMs
-// and a long K. Each CTA then sums a share of the tile's columns, slab by slab, and stores it.
-//
-// Partial sums are exchanged through the memory of the stages, as a cluster has one tile. A CTA writes its sums there;
-// one bulk copy for each other CTA and warpgroup delivers the part that it adds, and completes on its barrier. Cluster
-// barriers that order memory would wait for everything in flight.
+// and a long K. Each CTA then sums a share of the tile's columns, slab by slab, and stores it. A CTA writes its sums to
+// the memory of the stages; one bulk copy for each other CTA and warpgroup delivers the part that it adds, and completes
+// on its barrier. Cluster barriers that order memory would wait for everything in flight.
 #pragma once
 
 #include "gemm/sm90/smem.cuh"

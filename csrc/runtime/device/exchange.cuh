@@ -18,9 +18,8 @@ using runtime::kMaxWorldSize;
 // Calls use(rank) for all ranks. Each rank starts with rank+1 and ends with itself.
 template <class Use>
 FLUX_DEVICE void for_each_rank(const runtime::SymmBuffer& symm, Use use, bool itself_too = true) {
-  for (int i = 1; i < symm.world_size + itself_too; ++i) {
+  for (int i = 1; i < symm.world_size + itself_too; ++i)
     use(symm.rank + i < symm.world_size ? symm.rank + i : symm.rank + i - symm.world_size);
-  }
 }
 template <class Use>
 FLUX_DEVICE void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
@@ -97,9 +96,8 @@ struct Parts {
                        const uint4* own = nullptr) {
 #pragma unroll
     for (int i = 0; i < kSources; ++i) {
-      if (i < count) {
+      if (i < count)
         of[i] = own != nullptr && first + i == rank ? *own : ptx::load_relaxed_sys(base + i * slot_bytes);
-      }
     }
   }
 

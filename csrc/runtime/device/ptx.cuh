@@ -370,25 +370,21 @@ FLUX_DEVICE void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32
 // --- fp8 ---
 
 // Rounds four values to nearest even, those beyond the type's largest to that; NaN becomes 0x7F. `a` is the lowest byte.
-FLUX_DEVICE uint32_t to_e4m3(float a, float b, float c, float d) {
-  uint32_t bytes;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(bytes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return bytes;
-}
-FLUX_DEVICE uint32_t to_e5m2(float a, float b, float c, float d) {
-  uint32_t bytes;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(bytes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return bytes;
-}
+#define FLUX_ROUND_TO(type)                                            \
+  FLUX_DEVICE uint32_t to_##type(float a, float b, float c, float d) { \
+    uint32_t bytes;                                                    \
+    asm("{\n.reg .b16 low, high;\n"                                    \
+        "cvt.rn.satfinite." #type                                      \
+        "x2.f32 low, %2, %1;\n"                                        \
+        "cvt.rn.satfinite." #type                                      \
+        "x2.f32 high, %4, %3;\n"                                       \
+        "mov.b32 %0, {low, high};\n}"                                  \
+        : "=r"(bytes)                                                  \
+        : "f"(a), "f"(b), "f"(c), "f"(d));                             \
+    return bytes;                                                      \
+  }
+FLUX_ROUND_TO(e4m3)
+FLUX_ROUND_TO(e5m2)
+#undef FLUX_ROUND_TO
 
 }  // namespace flux::ptx

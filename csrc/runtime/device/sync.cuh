@@ -1,8 +1,7 @@
 // Signals between ranks. These functions contain the whole memory model of the library.
 //
-// A signal is an epoch: a u32 that only grows, so nothing is ever reset. Data travels by bulk copies (the async proxy)
-// or ordinary stores. `signal` makes it visible before the epoch; `wait_signal` reads the epoch before the data. Every
-// wait has a deadline, because a dead peer must not hang the GPU.
+// A signal is an epoch: a u32 that only grows, so nothing is ever reset. `signal` makes data visible before the epoch;
+// `wait_signal` reads the epoch before the data. Every wait has a deadline: a dead peer must not hang the GPU.
 #pragma once
 
 #include "runtime/device/ptx.cuh"
@@ -29,9 +28,8 @@ FLUX_DEVICE void count(uint32_t* address) {
 // Whether `seen` signals `epoch`. A live sender is in this call or in the next one; any other value is stale.
 FLUX_DEVICE bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
-// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out.
-// Then it sends nothing: the rank no longer waits for its peers, so a late one may be two calls behind, and its buffers
-// in use.
+// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out. Then
+// it sends nothing: the rank no longer waits, so a late peer may be two calls behind, and its buffers in use.
 struct Call {
   uint32_t epoch;
   bool aborted;
@@ -75,12 +73,11 @@ inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runt
 
 // Called by one thread of each CTA, after all its threads have read the epoch and its last tile has been drawn. The
 // last CTA closes the call, and calls `reset` for further state that the next call must find at zero: before its work
-// is complete, because the next launch reads the epoch only after this one has ended. That hides two fences and two
-// atomics (docs/design/decode.md#what-made-the-sum-faster).
+// is complete, which hides two fences and two atomics (docs/design/decode.md#what-made-the-sum-faster). The next launch
+// reads the epoch only after this one has ended. `repeats`: the call has the epoch of the previous one.
 //
 // Two launches at once (branches of a graph, or graphs on two streams) corrupt each other. That is recorded: the second
-// to close an epoch finds it closed, or CTAs of the first among its own. `repeats`: the call has the epoch of the
-// previous one.
+// to close an epoch finds it closed, or CTAs of the first among its own.
 template <class Reset>
 FLUX_DEVICE void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset,
                           bool repeats = false) {
@@ -110,8 +107,8 @@ FLUX_DEVICE void check_peers(const runtime::SymmBuffer& symm, const Call& call, 
   report(symm, runtime::Failure::kPeerGaveUp, {op, peer - 1, 0}, call.epoch, call.epoch);
 }
 
-// Called by one thread. True: everything that the sender wrote before `signal(address, epoch)` is visible to ordinary
-// loads of this thread, and of threads that it then synchronises with. False: a deadline has passed on this rank.
+// Called by one thread. True: what the sender wrote before `signal(address, epoch)` is visible to ordinary loads of this
+// thread, and of threads that it then synchronises with. False: a deadline has passed on this rank.
 FLUX_DEVICE bool wait_signal(const runtime::SymmBuffer& symm, const uint32_t* address, uint32_t epoch,
                              WaitInfo info) {
   uint32_t seen = ptx::load_acquire_sys(address);

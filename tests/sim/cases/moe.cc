@@ -218,14 +218,14 @@ void expert_rows(uint64_t seed) {
   Values active = made("active", n), of_product = made("gradient of product", product.columns);
   const int number = static_cast<int>(activation);
   flux::moe::activate_rows(rows, number, product.matrix(), active.data, nullptr);
-  flux::moe::activation_grad(rows, number, grad.data, product.matrix(), of_product.data, nullptr);
+  flux::moe::activation_grad(rows, number, grad.data, product.matrix(), of_product.data, {}, nullptr);
   // Gradients, over which the rows are written.
   Values both = made("gradients and rows", n), of_both = made("gradient of both", product.columns);
   std::copy(grad.data, grad.data + end * n, both.data);
   sim::mark_written(both.data, end * n * int64_t{2});
   float* const both_dots = copied(std::vector<float>(count + 1, 77), 0, "dots of both");
-  flux::moe::finish_activation(rows, number, both.data, product.matrix(), copied(scores, 0, "scores"),
-                               of_both.data, both_dots, nullptr);
+  flux::moe::activation_grad(rows, number, both.data, product.matrix(), of_both.data,
+                             {copied(scores, 0, "scores"), both.data, both_dots}, nullptr);
   cudaDeviceSynchronize();
 
   std::vector<float> of_gather, of_finish, sums;
