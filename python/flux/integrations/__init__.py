@@ -8,7 +8,6 @@ if TYPE_CHECKING:
 else:
     # Hidden from type checkers, which would otherwise accept every name.
     def __getattr__(name: str) -> object:
-        """Imports an adapter at its first use."""
         if name in __all__:
             return import_module(f"flux.integrations.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
