@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_known_calls import DEVICE, make_workspace
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flux
 from flux import moe
 from flux._native import core
 from flux.comm import cuda, registry, repeat
-from flux.comm.cuda import CudaWorkspace
+from flux.comm.cuda import CudaWorkspace, Launch
 from flux.measured import files
-from flux.measured.times import NO_FACTS
+from flux.measured.times import NO_FACTS, Tuning
 from flux.moe import routing, rows
 from flux.ops import add_norm, grouped_gemm, quantize
 from flux.ops import gemm as plain
@@ -29,6 +28,8 @@ from flux.ops.ways import gemm_ar as gemm_ar_ways
 from flux.plan import sums
 from flux.plan.choose import plan_without_workspace
 
+DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
+ROOM = 1 << 30
 STREAM = 7
 _alive: list[Any] = []
 
@@ -208,11 +209,47 @@ def workspace(machine: Machine) -> CudaWorkspace:
 
 
 def add_workspace(group: Any) -> CudaWorkspace:
-    made = make_workspace(group)
-    made._order.stream = STREAM
-    registry._workspaces[group, DEVICE] = made
-    repeat.of_groups[group] = made.known
-    return made
+    """One that has room for every call, and nobody to meet."""
+    workspace = CudaWorkspace.__new__(CudaWorkspace)
+    turn, order = registry.turn(group, DEVICE), core.LaunchOrder()
+    error = torch.zeros(16, dtype=torch.int32)
+    symm_buffer = core.SymmBuffer(
+        0, group.size(), [4096] * group.size(), ROOM, ROOM, ROOM, error.data_ptr(), 1
+    )
+    vars(workspace).update(
+        group=group,
+        device=torch.device("cuda", 0),
+        rank=0,
+        world_size=group.size(),
+        timeout_s=30.0,
+        why_not=None,
+        num_sms=132,
+        tuning=Tuning(forced="kernel"),
+        plans={},
+        _plans_left_free={},
+        failure=None,
+        signal_bytes=ROOM,
+        slot_bytes=ROOM,
+        exchange_bytes=ROOM,
+        _symm_buffer=symm_buffer,
+        _address=int(symm_buffer.address),
+        _index=0,
+        _launch=Launch(workspace, copies=False),
+        _copy_launch=Launch(workspace, copies=True),
+        _captured=False,
+        _copy_room=(ROOM, ROOM),
+        _copy_address=int(symm_buffer.address),
+        _order=order,
+        known=repeat.make(turn, order, error.data_ptr(), str(group.group_name)),
+        turn=turn,
+        _error=error,
+        _error_address=error.data_ptr(),
+        _error_code=ctypes.c_uint32.from_address(error.data_ptr()),
+    )
+    order.stream = STREAM
+    registry._workspaces[group, DEVICE] = workspace
+    repeat.of_groups[group] = workspace.known
+    return workspace
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from repeated import (
     CALLS,
+    DEVICE,
     STREAM,
     WITH_OUT,
     Machine,
@@ -30,7 +31,6 @@ from repeated import (
     tensors_of,
     told,
 )
-from test_known_calls import DEVICE
 from torch.autograd import forward_ad
 
 import flux

@@ -12,12 +12,16 @@ import torch
 from repeated import CALLS, WITH_OUT, Machine, arguments, flat, roles, tensor, told
 
 import flux
+from flux.calls import front
 from flux.comm.cuda import CudaWorkspace
 from flux.measured import files
 from flux.measured.times import Tuning
 from flux.ops import gemm as plain
 from flux.ops import norm_and_quant
-from flux.ops.norm_and_quant import End
+from flux.ops.norm_and_quant import End, Made
+from flux.ops.ways import exchange
+from flux.ops.ways.all_reduce import ALL_REDUCE
+from flux.plan import sums
 from flux.plan.choose import plan_without_workspace, workspace_plan
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -297,3 +301,30 @@ def test_nothing_to_compute_launches_nothing(
             assert result.shape[-1] == (n if more else k) and not result.any()
             assert workspace.turn.broken_by is None
     assert not machine.dispatched and not machine.repeated
+
+
+@pytest.mark.parametrize(("quant", "parts"), [(None, 1), (None, 3), ("tensor", 1), ("tensor", 3)])
+def test_norms_of_kernels_are_of_whole_rows(
+    quant: str | None,
+    parts: int,
+    machine: Machine,
+    workspace: CudaWorkspace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a kernel makes of each part is the result; several parts are quantised behind it, as one."""
+    x, weight = torch.arange(7 * 16.0).view(7, 16).bfloat16(), torch.full((16,), 2.0).bfloat16()
+    ends = []
+
+    def kernel(at: Any, plan: Any, call: exchange.Call, epoch: int, recipe: Any) -> Made:
+        ends.append(call.end)
+        call.out.copy_(call.x)
+        return Made(call.x * weight)
+
+    monkeypatch.setitem(ALL_REDUCE.ways, "kernel", kernel)
+    monkeypatch.setattr(sums, "MAX_EXCHANGE_BYTES", -(-7 // parts) * 16 * x.itemsize)
+    out, end = torch.empty_like(x), End(weight, 1e-6, quant, return_norm=True)
+    with flux.batch_invariant():
+        made = front.run(ALL_REDUCE, exchange.Call(x, None, end, out), workspace.group)
+    assert torch.equal(made[0 if quant is None else -1], x * weight) and torch.equal(out, x)
+    assert [each.quant for each in ends] == [quant if parts == 1 else None] * parts
+    assert all(each.norm_weight is weight for each in ends)
