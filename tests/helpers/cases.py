@@ -52,32 +52,12 @@ def asked(scenarios: Mapping[str, Function], world_size: int) -> dict[str, Funct
     return {name: each for name, each in scenarios.items() if is_asked(each, world_size)}
 
 
-def case_name(case: Any) -> str:
-    (rows, n, k), dtype, transpose_weight, bias = case
-    flags = ("-transposed" if transpose_weight else "") + ("-bias" if bias else "")
-    return f"{rows}x{n}x{k}-{str(dtype).removeprefix('torch.')}{flags}"
-
-
 def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
     """What is wrong with a result, or nothing."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
     wrong = (result != expected).sum().item()
     return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
-
-
-def run_all(
-    rank: int,
-    world_size: int,
-    cases: Sequence[Any],
-    run_case: Callable[[int, int, int], str],
-    scenarios: Mapping[str, Callable[[int, int], str]],
-) -> dict[str, str]:
-    """What a rank says of each numbered case and each scenario, by name."""
-    answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(cases)}
-    for name, scenario in asked(scenarios, world_size).items():
-        answers[name] = scenario(rank, world_size)
-    return answers
 
 
 Scenario = Callable[[int, int], Any]

@@ -20,7 +20,7 @@ from flux.ops import gemm_rs_with_gather as beside
 from flux.ops import workspaces
 from flux.ops.ways import ag_gemm, all_gather, gemm_rs
 from flux.plan.choose import Plan, PlanInput, workspace_plan
-from flux.plan.gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.plan.gemm import plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
 class Echo:
@@ -341,12 +341,6 @@ def test_rows_go_beside_the_gemm_also_where_torch_gathers_sooner_alone(machine: 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:
     plan = ag_gemm.plan_of(make(), 256, (64, 9, 8), 64, torch.bfloat16)
     assert not plan.by_flux and plan.n == 81 and "n = 9" in plan.reason
-
-
-def test_a_copy_is_a_whole_shard_of_whole_tiles() -> None:
-    for rows in (129, 300, 1024, 1025, 4097, 100_000):
-        chunk_rows = copy_chunk_rows(rows)
-        assert chunk_rows % 128 == 0 and 0 <= chunk_rows - rows < 128
 
 
 def test_what_a_gather_needs() -> None:

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from callers import RANKS
 from leftovers import await_end, await_files, children, files, processes, start, state
 
 import flux
-from flux import cli
 from flux.comm.cpu import CpuWorkspace
 from flux.testing import GemmRsCase, RankFailure, SpawnError, spawn
 from flux.testing.spawn import _context
@@ -161,19 +158,6 @@ def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future
     assert outcome.notes["err"] == "interrupted\n"
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [(KeyboardInterrupt(), 130), (SystemExit(130), 130), (SystemExit(2), 2)]
-)
-def test_every_command_ends_like_that(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: BaseException, code: int
-) -> None:
-    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=end))
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == code
-    assert capsys.readouterr() == ("", "interrupted\n" if code == 130 else "")
-
-
 # ---- ranks that are stopped or killed ----------------------------------------------------------------------
 
 
@@ -210,12 +194,6 @@ def calls(rank: int, world_size: int, folder: Path, stopped_s: float | None) -> 
             return number, f"{error.op} {error.peer}"
         assert torch.equal(result, case.expected(rank))
     return 6, ""
-
-
-def test_a_rank_stopped_for_less_than_the_deadline_changes_nothing(tmp_path: Path) -> None:
-    results = spawn(calls, 3, tmp_path, 1.0, env={"FLUX_TIMEOUT_S": "30"}, backend="gloo")
-    assert results == [(6, "")] * 3
-    assert (tmp_path / "stopped").exists()
 
 
 def test_a_rank_stopped_for_longer_is_named_by_its_peer(tmp_path: Path) -> None:
@@ -378,21 +356,6 @@ def test_bad_arguments_are_named_before_anything_starts(monkeypatch: pytest.Monk
 def test_good_arguments_are_taken() -> None:
     fn = functools.partial(at_module_level)
     assert spawn(fn, 2, backend="cpu:GLOO", timeout_s=100, env={}, may_die=(0, 1)) == [None, None]
-
-
-def test_a_function_that_was_typed_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = ModuleType("__main__")
-    session.__dict__["typed"] = typed
-    monkeypatch.setitem(sys.modules, "__main__", session)
-    monkeypatch.setattr(typed, "__module__", "__main__")
-    with pytest.raises(
-        ValueError, match="^spawn: fn: expected a function of a file that .*, got typed of an"
-    ):
-        spawn(typed, 1)
-
-
-def typed(rank: int, world_size: int) -> None:
-    pass
 
 
 def test_a_program_on_standard_input_can_start_functions_of_modules() -> None:

@@ -161,28 +161,6 @@ def test_a_call_that_is_broken_off_is_remembered() -> None:
     assert turn.broken_by is None
 
 
-def test_only_an_interrupt_breaks_a_call_off_that_is_made() -> None:
-    turn = core.CallTurn((Refusal,))
-
-    def call_and_raise(error: BaseException) -> None:
-        turn.call(turn.open)
-        raise error
-
-    with pytest.raises(KeyError):
-        turn.hold(call_and_raise, KeyError("of a hook"))
-    assert turn.broken_by is None
-    with pytest.raises(KeyboardInterrupt):  # its caller may make the call again, which peers do not
-        turn.hold(call_and_raise, KeyboardInterrupt())
-    assert turn.broken_by == "KeyboardInterrupt"
-    turn.forget()
-    # An exception of the call itself; and one of a call of others, between two of them.
-    for inner, outer in ((turn.call, turn.hold), (turn.hold, turn.call)):
-        with pytest.raises(ValueError, match="own"):
-            outer(lambda make=inner: make(lambda: turn.open() or call_and_raise(ValueError("own"))))
-        assert turn.broken_by == "ValueError"
-        turn.forget()
-
-
 def test_a_thread_that_waits_for_its_turn_can_be_interrupted() -> None:
     turn = core.CallTurn(())
     entered, leave = threading.Event(), threading.Event()

@@ -4,15 +4,13 @@ skew and uneven tokens. One set of processes per world size runs all cases; each
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Calls, compare
+from cases import compare, scenario_test
 
 import flux
 from flux.testing import spawn
@@ -53,25 +51,16 @@ def run(case: MoeCase, rank: int, group: Any = None) -> str:
     return next((f"{what}: {compare(a, b)}" for what, a, b in results if compare(a, b)), "")
 
 
-def everything(rank: int, world_size: int) -> dict[str, str]:
-    answers = {f"case {i}": run(case, rank) for i, case in enumerate(CASES[world_size])}
-    if world_size > 1:
-        workspace = flux.explain("gemm_rs", world_size, 8, 8)
-        answers["protocol"] = "" if workspace.by_flux else workspace.reason
-    return answers
+def exact(rank: int, world_size: int) -> str:
+    return "; ".join(filter(None, (run(case, rank) for case in CASES[world_size])))
 
 
-_answers: dict[int, list[dict[str, str]]] = {}
-NAMES = [
-    (p, name) for p in CASES for name in [f"case {i}" for i in range(len(CASES[p]))] + ["protocol"] * (p > 1)
-]
+def protocol(rank: int, world_size: int) -> str:
+    plan = flux.explain("gemm_rs", world_size, 8, 8)
+    return "" if plan.by_flux or world_size == 1 else plan.reason
 
 
-@pytest.mark.parametrize(("world_size", "name"), NAMES)
-def test_moe_is_exact(world_size: int, name: str) -> None:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(everything, world_size, backend="gloo", timeout_s=240)
-    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+test_moe_is_exact = scenario_test(list(CASES), exact, protocol, timeout_s=240)
 
 
 def sub_meshes(rank: int, world_size: int) -> str:
@@ -92,69 +81,10 @@ def test_groups_side_by_side() -> None:
     assert spawn(sub_meshes, 4, backend="gloo") == [""] * 4
 
 
-def unfused(rank: int, world_size: int) -> str:
-    answers = [run(case, rank) for case in CASES[world_size]]
-    return next((a for a in answers if a), "")
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_unfused_gives_the_same(world_size: int) -> None:
-    told = spawn(unfused, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
+    told = spawn(exact, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
     assert told == [""] * world_size
-
-
-OPERATORS = ["moe_route", "moe_ag_scatter_gemm", "moe_gemm_gather_rs"]
-
-
-def without_dispatcher(rank: int, world_size: int) -> str:
-    """Every case through the dispatcher, then past it, as calls on GPUs without gradients go."""
-
-    def go_straight(straight: bool) -> None:
-        for module in ("routing", "layer"):
-            sys.modules[f"flux.moe.{module}"].may_skip_dispatch = lambda *_: straight  # type: ignore[attr-defined]
-
-    def layer(case: MoeCase, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-        sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
-        routing = flux.moe.route(ids, weights, case.num_experts, **sizes)
-        hidden = case.hidden_rows(rank, routing.rows.shape[0])
-        layer0 = flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
-        layer1 = flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing)
-        return [*routing[:11], layer0[: int(routing.offsets[-1])], layer1]
-
-    for number, case in enumerate(CASES[world_size]):
-        ids, weights = case.routing(rank)
-        for given in ((ids, weights), (ids.int(), weights.bfloat16()), (ids.t().contiguous().t(), weights)):
-            go_straight(False)
-            with Calls() as calls:
-                dispatched = layer(case, *given)
-            go_straight(True)
-            with Calls() as later:
-                direct = layer(case, *given)
-            if calls.names != OPERATORS or later.names:
-                return f"case {number}: the dispatcher saw {calls.names}, then {later.names}"
-            wrong = "; ".join(filter(None, map(compare, direct, dispatched)))
-            if wrong:
-                return f"case {number}: {wrong}"
-            places = [t.untyped_storage().data_ptr() for t in (*given, *direct) if t.numel()]
-            if len(set(places)) < len(places) or any(t._is_view() for t in direct[:11]):
-                return f"case {number}: a result shares its memory"
-    # What needs a gradient goes through the dispatcher, unless nobody asks for it.
-    ids, weights = case.routing(rank)
-    weights.requires_grad_()
-    with torch.no_grad(), Calls() as calls:
-        direct = layer(case, ids, weights)
-    if calls.names or any(t.requires_grad for t in direct):
-        return f"without gradients the dispatcher saw {calls.names}"
-    with Calls() as calls:
-        direct = layer(case, ids, weights)
-    if len(calls.names) != 3 or not (direct[10].requires_grad and direct[-1].requires_grad):
-        return f"with gradients the dispatcher saw {calls.names}"
-    return ""
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_calls_past_the_dispatcher_give_the_same(world_size: int) -> None:
-    assert spawn(without_dispatcher, world_size, backend="gloo") == [""] * world_size
 
 
 def nothing_to_receive(rank: int, world_size: int) -> list[float]:
@@ -181,18 +111,3 @@ def nothing_to_receive(rank: int, world_size: int) -> list[float]:
 def test_a_call_ends_only_after_every_peer_has_begun_it() -> None:
     """Two buffers are enough only because of this, and under expert parallelism it is not for free."""
     assert min(spawn(nothing_to_receive, 2, backend="gloo")[0]) > 0.3
-
-
-def few_tokens_travel(rank: int, world_size: int) -> list[int]:
-    """Rows of x that this rank has been sent under expert parallelism."""
-    case = MoeCase((64, 64), 8, 8, 8, 1, ep_size=2)
-    routing = flux.moe.route(*case.routing(rank), 8, ep_size=2)
-    tp = replace(case, ep_size=1)
-    everything = flux.moe.route(*tp.routing(rank), 8)
-    return [int(routing.received[1 - rank]), int(everything.received[1 - rank])]
-
-
-def test_under_expert_parallelism_only_needed_tokens_travel() -> None:
-    for needed, all_of_them in spawn(few_tokens_travel, 2, backend="gloo"):
-        assert 0 < needed < 64
-        assert all_of_them == 64

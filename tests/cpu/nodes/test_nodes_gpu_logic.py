@@ -136,22 +136,6 @@ def test_nothing_is_asked_and_kept_without_transfers() -> None:
     assert len(watched.watch._transfers) == 1  # each drops those before it
 
 
-def test_the_thread_of_a_watch_runs_and_stops() -> None:
-    gave_up: list[str] = []
-    watch = Watch(0.05, lambda: None, gave_up.append)
-    late = Transfer()
-    late.started = True
-    watch.started(late)
-    assert watch._thread is not None
-    watch._thread.join(5.0)
-    assert gave_up == ["exchange number 1"] and late.poisoned
-    watch.stop()
-    other = Watch(100.0, lambda: None, gave_up.append)
-    other.started(Transfer())
-    other.stop()
-    assert other._thread is not None and not other._thread.is_alive()
-
-
 class Recorder(Rail):
     """A rail that records, in the order of launches and transfers, and brings what is known."""
 

@@ -63,29 +63,6 @@ def test_topology_of_ids(ids: list[str], found: tuple[Topology | None, str | Non
     assert of_nodes(ids) == found
 
 
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        (["a", "a", "b"], "different numbers of ranks: 2 ('a'), 1 ('b')"),
-        (["a", "b", "a", "b"], "the ranks of node 'b' are not consecutive: rank 1 is one of them"),
-        (["a", "b", "b", "a"], "the ranks of node 'b' are not consecutive: rank 1 is one of them"),
-        (["a", "a", "b", "c", "b", "c"], "the ranks of node 'c' are not consecutive: rank 3 is one of them"),
-    ],
-)
-def test_groups_without_a_topology_say_why(ids: list[str], reason: str) -> None:
-    found, told = of_nodes(ids)
-    assert found is None and told is not None and reason in told
-
-
-def test_ranks_of_nodes_and_rails() -> None:
-    found = Topology(3, 4)
-    assert list(found.node_ranks(1)) == [4, 5, 6, 7]
-    for rank in range(found.world_size):
-        assert found.rank_of(found.node_of(rank), found.local_of(rank)) == rank
-        assert rank in found.node_ranks(found.node_of(rank))
-    assert str(found) == "3 nodes x 4"
-
-
 def test_node_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLUX_NODE", raising=False)
     assert "/" in topology.node_id()  # host name, boot and /dev/shm
