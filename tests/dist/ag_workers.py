@@ -6,38 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dist_workers import DTYPES, differs, raises_in_capture
+from dist_workers import differs, raises_in_capture
 
 import flux
 from flux.testing import AgGemmCase, GemmRsCase
-
-
-def several_weights(rank: int, world_size: int) -> list[str]:
-    """x is gathered once for a list of weights. The last list has one that the kernel does not take."""
-    told = []
-    for number, (rows, k) in enumerate([(1, 8), (127, 72), (300, 520), (1024, 4096)]):
-        first = AgGemmCase(rows * world_size, 264, k, world_size, DTYPES[number % 2], seed=number)
-        for widths in ((264,), (264, 520, 8), (264, 128, 33)):
-            cases = [
-                replace(first, n=n, transpose_weight=number == 2, bias=i % 2 == 1)
-                for i, n in enumerate(widths)
-            ]
-            x = first.inputs(rank, "cuda")[0]
-            weights = [case.inputs(rank, "cuda")[1] for case in cases]
-            biases = [case.inputs(rank, "cuda")[2] for case in cases]
-            wanted = [case.expected(rank, "cuda") for case in cases]
-            layout = {"transpose_weight": number == 2}
-            for _ in range(3):
-                results = flux.ag_gemm(x, weights, biases, **layout)
-                outs = [torch.full_like(expected, 7) for expected in wanted]
-                flux.ag_gemm(x, weights, biases, out=outs, **layout)
-                others, gathered = flux.ag_gemm(x, weights, biases, return_gathered=True, **layout)
-                for what, each in (("", results), ("out of ", outs), ("with gathered ", others)):
-                    for case, result, expected in zip(cases, each, wanted, strict=True):
-                        told += differs(f"{what}{case}", result, expected)
-                told += differs(f"gathered {first}", gathered, first.gathered("cuda"))
-    flux.check()
-    return told
 
 
 def graphs(rank: int, world_size: int, replays: int) -> list[str]:

@@ -17,7 +17,7 @@ OPS = ("gemm_rs", "ag_gemm", "gemm_ar")
 GRAPHS: dict[str, Callable[..., list[str]]] = {"ag_gemm": ag_workers.graphs, "gemm_ar": ar_workers.graphs}
 ONLY: dict[str, list[Callable[..., list[str]]]] = {
     "gemm_rs": [partial(dist_workers.unfused_kinds, op="gemm_rs")],
-    "ag_gemm": [ag_workers.several_weights, partial(dist_workers.unfused_kinds, op="ag_gemm")],
+    "ag_gemm": [partial(dist_workers.unfused_kinds, op="ag_gemm")],
     "gemm_ar": [ar_workers.rounded_sums, ar_workers.unfused_and_composed],
 }
 # m, n, k of calls in the middle of which a rank is killed, by round. ag_gemm: shards of 2 MiB, which the

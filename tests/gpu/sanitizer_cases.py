@@ -7,13 +7,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import soak
 import test_gpu_add_norm as norms
 import test_gpu_expert_rows as steps
+import test_gpu_fp8 as fp8
+import test_gpu_gemm as products
 import test_gpu_grouped_wgrad as gradients
 import test_gpu_moe_layers as layers
 import torch
 from emulated import Problem, problem
-from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 
 import flux
 from flux._native import core
@@ -23,7 +25,6 @@ from flux.testing import GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
-from flux.testing.scaled_data import exact_product
 
 ALONE, SPLIT_BY_3 = 1, 5  # "clusters" of the cost model's choices
 CHOSEN = -1  # by the model: a swap-AB tile where rows are few
@@ -43,11 +44,7 @@ def main() -> None:
         split,
         *swaps,
     ):
-        plain = GemmRsCase(m, n, k, 1, transpose_weight=transposed, bias=True)
-        x, weight, bias = plain.inputs(0, "cuda")
-        result = torch.empty(m, n, dtype=x.dtype, device="cuda")
-        torch.ops.flux._gemm(x, weight, bias, result, transposed, choice, sms)
-        assert torch.equal(result, plain.expected(0, "cuda")), (plain, choice)
+        products.assert_exact(GemmRsCase(m, n, k, 1, transpose_weight=transposed, bias=True), choice, sms)
     ranks = EmulatedRanks(2, timeout_s=60.0)
     for (m, n, k), config in (
         ((12, 264, 264), CHOSEN),
@@ -118,57 +115,31 @@ def scaled() -> None:
         q, found = flux.quantize(x.cuda(), quant, ue8m0=ue8m0)
         assert torch.equal(found.cpu(), scales), quant
         assert torch.equal(q.cpu().view(torch.uint8), expected.view(torch.uint8)), quant
-    for kind in ("tensor", "row", "block"):
-        for m in (12, 264):  # swap-AB tiles, and ordinary ones
-            case = ScaledCase(m, 136, 392, 1, kind, bias=True)
-            x, weight, scale_x, scale_w, bias = (None if t is None else t.cuda() for t in case.inputs(0))
-            result = flux.gemm(x, weight, bias, scale_x=scale_x, scale_w=scale_w)
-            assert torch.equal(result.double().cpu(), case.product(0, 0)), case
-    experts = [ScaledCase(140, 136, 264, 1, "block", seed=seed) for seed in range(2)]
-    x, scale_x = (t.cuda() for t in experts[0].x(0))
-    weights, scales = zip(*(case.weight(0) for case in experts), strict=True)
-    weight = torch.stack([w.view(torch.uint8) for w in weights]).view(weights[0].dtype).cuda()
-    offsets = torch.tensor([0, 9, 140], dtype=torch.int32, device="cuda")
-    scale_w = torch.stack(scales).cuda()
-    result = flux.grouped_gemm(x, weight, offsets, scale_x=scale_x, scale_w=scale_w)
-    expected_rows = [
-        exact_product(*experts[0].x(0), w, s)[first:last]
-        for w, s, first, last in zip(weights, scales, (0, 9), (9, 140), strict=True)
-    ]
-    assert torch.equal(result.double().cpu(), torch.cat(expected_rows))
+    for op in (soak.fp8_gemm, soak.fp8_grouped_gemm):
+        for number in range(8):  # swap-AB tiles, ordinary ones, and those of groups
+            assert not op(soak.Case(number, 0, 1)), (op, number)
 
 
 def scaled_ranks() -> None:
     """fp8 operands between ranks, in every ordinary tile; then a sum whose norm is quantised."""
     ranks = EmulatedRanks(2, timeout_s=60.0)
-    for tile in TILES:
+    for tile in fp8.TILES:
         accumulate = "promoted" if tile.promotes else "fast"
         for kind in ("row", "block") if tile.promotes else ("row",):
-            gathering = ScaledCase(130, 264, 384, 2, kind, bias=True, seed=tile.id)
-            scattered = ScaledCase(260, 264, 384, 2, kind, bias=True, sums=True, seed=tile.id)
-            config = tile.id | ALONE << 8
-            if tile in KEEPING:
-                xs, weights, scales, bias = operands(gathering, accumulate)
-                results = ranks.ag_gemm(xs, weights, [bias] * 2, config=config, scales=scales)
-                ranks.check()
-                for rank, result in enumerate(results):
-                    assert torch.equal(result, gathering.gathered(rank).cuda()), (rank, gathering, tile)
-            if tile in SENDING:
-                xs, weights, scales, bias = operands(scattered, accumulate)
-                results = ranks.gemm_rs(xs, weights, bias, config=config, scales=scales)
-                ranks.check()
-                for rank, result in enumerate(results):
-                    expected = scattered.total().cuda()[rank * 130 :][:130]
-                    assert torch.equal(result, expected), (rank, scattered, tile)
-    for m in (5, 130):
+            config = tile.id | fp8.ALONE << 8
+            if tile in fp8.KEEPING:
+                gathering = ScaledCase(130, 264, 384, 2, kind, bias=True, seed=tile.id)
+                fp8.check_ag_gemm(ranks, gathering, accumulate, config=config)
+            if tile in fp8.SENDING:
+                scattered = ScaledCase(260, 264, 384, 2, kind, bias=True, sums=True, seed=tile.id)
+                fp8.check_gemm_rs(ranks, scattered, accumulate, config=config)
+    end = End(torch.ones(264, dtype=torch.bfloat16, device="cuda"), 1e-6, "row", None, False)
+    for m, mode in itertools.product((5, 130), (0, 1)):
         case = ScaledCase(m, 264, 384, 2, "block", sums=True)
-        xs, weights, scales, _ = operands(case, "promoted")
-        end = End(torch.ones(264, dtype=torch.bfloat16, device="cuda"), 1e-6, "row", None, False)
-        for mode in (0, 1):
-            sums = ranks.gemm_ar(xs, weights, mode=mode, scales=scales, end=end)[2:4]
-            ranks.check()
-            for rank, result in enumerate(sums):
-                assert torch.equal(result, case.total().cuda()), (rank, case, mode)
+        xs, weights, scales, _ = fp8.operands(case, "promoted")
+        sums = ranks.gemm_ar(xs, weights, mode=mode, scales=scales, end=end)[2:4]
+        ranks.check()
+        assert all(torch.equal(result, fp8.total_of(case)) for result in sums), (case, mode)
 
 
 if __name__ == "__main__":

@@ -96,18 +96,6 @@ def test_several_weights_for_rows_gathered_once(world_size: int, copied: bool) -
         Problem("all_gather", problems[0].case).assert_exact(gathered)
 
 
-@pytest.mark.parametrize("copied", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gathered_rows(world_size: int, copied: bool) -> None:
-    ranks = EmulatedRanks(world_size)
-    for number, (rows, n, k) in enumerate([*SHAPES, (700, 64, 1032)]):
-        made = problem("ag_gemm", rows, n, k, world_size, DTYPES[number % 2], seed=number)
-        made.run(ranks, copied=copied)
-        collected = ranks.collect(made.xs, copied=copied)
-        ranks.check()
-        Problem("all_gather", made.case).assert_exact(collected, "collected")
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_rows_that_are_gathered_beside_gemm_rs(world_size: int) -> None:
     ranks = EmulatedRanks(world_size)

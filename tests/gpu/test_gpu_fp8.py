@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,6 +150,23 @@ def cases(
                 yield replace(case, x_dtype=E4M3), "fast"
 
 
+def check_gemm_rs(ranks: EmulatedRanks, case: ScaledCase, accumulate: str, **how: Any) -> None:
+    xs, weights, scales, bias = operands(case, accumulate)
+    results = ranks.gemm_rs(xs, weights, bias, scales=scales, **how)
+    ranks.check()
+    for rank, (result, right) in enumerate(zip(results, total_of(case).chunk(case.world_size), strict=True)):
+        assert torch.equal(result, right), (rank, case, accumulate, how)
+
+
+def check_ag_gemm(ranks: EmulatedRanks, case: ScaledCase, accumulate: str, **how: Any) -> None:
+    xs, weights, scales, bias = operands(case, accumulate)
+    biases = None if bias is None else [bias] * case.world_size
+    results = ranks.ag_gemm(xs, weights, biases, scales=scales, **how)
+    ranks.check()
+    for rank, result in enumerate(results):
+        assert torch.equal(result, gathered_of(case, rank)), (rank, case, accumulate, how)
+
+
 @pytest.mark.parametrize("copied", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("tile", [None, *SENDING], ids=str)
@@ -159,15 +176,9 @@ def test_gemm_rs_is_exact(tile: core.TileConfig | None, world_size: int, copied:
     for case, accumulate in cases(world_size, shapes, sums=True):
         if tile is not None and not tile.promotes and accumulate != "fast":
             continue
-        xs, weights, scales, bias = operands(case, accumulate)
-        expected, rows = total_of(case), case.m // world_size
         for cluster in (ALONE, PAIR_M):
             config = CHOSEN if tile is None else tile.id | cluster << 8
-            how = {"config": config, "copied": copied, "chunks": cluster}
-            results = ranks.gemm_rs(xs, weights, bias, scales=scales, **how)
-            ranks.check()
-            for rank, result in enumerate(results):
-                assert torch.equal(result, expected[rank * rows :][:rows]), (rank, case, accumulate, config)
+            check_gemm_rs(ranks, case, accumulate, config=config, copied=copied, chunks=cluster)
 
 
 @pytest.mark.parametrize("copied", TRANSPORTS)
@@ -179,21 +190,10 @@ def test_ag_gemm_is_exact(tile: core.TileConfig | None, world_size: int, copied:
     for number, (case, accumulate) in enumerate(cases(world_size, SHAPES, sums=False)):
         if tile is not None and not tile.promotes and accumulate != "fast":
             continue
-        xs, weights, scales, bias = operands(case, accumulate)
-        biases = None if bias is None else [bias] * world_size
+        xs, _, scales, _ = operands(case, accumulate)
         config = CHOSEN if tile is None else tile.id | (ALONE, PAIR_M, PAIR_N)[number % 3] << 8
-        how = {"config": config, "copied": copied, "scales": scales}
         for reuse in (False, True):
-            results = ranks.ag_gemm(xs, weights, biases, reuse=reuse, **how)
-            ranks.check()
-            for rank, result in enumerate(results):
-                assert torch.equal(result, gathered_of(case, rank)), (
-                    rank,
-                    reuse,
-                    case,
-                    accumulate,
-                    config,
-                )
+            check_ag_gemm(ranks, case, accumulate, config=config, copied=copied, reuse=reuse)
         collected = ranks.collect(xs, copied=copied, scales=scales)
         ranks.check()
         rows, of_rows = collected[:world_size], collected[world_size:]

@@ -144,15 +144,6 @@ def test_public_functions(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     assert not flux.grouped_wgrad(grad[:0], x[:0], torch.zeros_like(offsets)).any()
 
 
-def test_gradients_of_a_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_GROUPED_WGRAD", "kernel")
-    counts = [70, 0, 33]
-    grad, x, offsets = operands(counts, 136, 72, torch.bfloat16, 5, more=0)
-    weight = torch.ones(3, 136, 72, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    flux.grouped_gemm(x, weight, offsets).backward(grad)
-    assert weight.grad is not None and torch.equal(weight.grad, products(grad, x, counts).bfloat16())
-
-
 def test_replays_in_a_graph_with_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_GROUPED_WGRAD", "kernel")
     grad, x, offsets = operands([40, 0, 110, 30], 264, 136, torch.bfloat16, 7, more=0)

@@ -29,7 +29,10 @@ def test_compute_sanitizer(check: str) -> None:
         str(script),
     ]
     # The tool cannot follow memory that a caching allocator hands out in pieces.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     # The first error says what is wrong, the last lines how it ended.
     said = run.stdout[:6000] + "\n...\n" + run.stdout[-1000:] + run.stderr[-2000:]
