@@ -155,7 +155,7 @@ def test_the_traceback_of_an_interrupt_ends_at_the_call(tmp_path: Path) -> None:
 def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes["bench"].result()
     check(outcome, 130)
-    assert outcome.notes["err"] == "interrupted\n"
+    assert outcome.notes["err"] == "1 rows on 2 CPU processes\ninterrupted\n"
 
 
 # ---- ranks that are stopped or killed ----------------------------------------------------------------------
