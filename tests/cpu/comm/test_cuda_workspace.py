@@ -154,21 +154,11 @@ def test_a_capture_cannot_grow_it_but_keeps_what_it_used(machine: Machine) -> No
     assert [kept[0] for kept in workspace._kept] == [memory]
 
 
-def test_calls_on_another_stream_wait_for_the_last_one(machine: Machine) -> None:
-    workspace = make()
-    for stream in (7, 7, 8, 8, 0, 7):
-        machine.stream = stream
-        enter(workspace, plan(128))
-    assert machine.waits == [(7, 8), (8, 0), (0, 7)]
-    machine.capturing, machine.stream = True, 9
-    enter(workspace, plan(128))
-    assert len(machine.waits) == 3, "a graph must not wait for work outside of it"
-
-
 def test_a_stream_that_may_be_destroyed_is_not_recorded_on_later(machine: Machine) -> None:
+    """Calls on another stream wait for the last one, but in a graph."""
     workspace = make()
     machine.foreign = {8}
-    for stream in (7, 8):
+    for stream in (7, 7, 8):
         machine.stream = stream
         enter(workspace, plan(128))
     machine.destroyed = {8}
@@ -182,6 +172,9 @@ def test_a_stream_that_may_be_destroyed_is_not_recorded_on_later(machine: Machin
     enter(workspace, plan(128))
     enter(workspace, plan(128))
     assert machine.waits[3:] == [(7, 8), (8, 8)]
+    machine.capturing, machine.stream = True, 9
+    enter(workspace, plan(128))
+    assert len(machine.waits) == 5, "a graph must not wait for work outside of it"
 
 
 def test_no_copy_engines_where_launches_block(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
