@@ -1,8 +1,5 @@
-"""Modules that hold this rank's parts of whole parameters, as DTensors: initialisation, use and loading.
-
-Parameters are DTensors so that what a rank holds says whose part it is: to checkpoints, gradient norms,
-optimizers and FSDP2 (docs/design/decisions.md#parameters-of-layers). torch.distributed.tensor is imported by
-the first module that has such a parameter, because it takes as long as torch's other parts together.
+"""Modules that hold this rank's parts of whole parameters, as DTensors (docs/design/decisions.md), which they
+import when they need it: torch.distributed.tensor takes as long as torch's other parts together.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from flux.comm.group import GroupLike, resolve_group
+from flux.errors import fail
 
 Tensor = torch.Tensor
 Init: TypeAlias = Callable[[Tensor], object]
@@ -26,14 +24,8 @@ _meshes: dict[tuple[dist.ProcessGroup, str, int], DeviceMesh] = {}
 
 
 class ShardedModule(nn.Module):
-    """Base of modules whose parameters are parts of whole ones, cut over the ranks of a group.
-
-    The group is kept by its name, so that the module can be copied and pickled. A pickled module holds the
-    parameters of its rank; another rank makes a module of its own and loads a state dict.
-
-    Attributes:
-        group_name: of the process group.
-        rank, world_size: in the group.
+    """Base of modules whose parameters are parts of whole ones, cut over the ranks of a group. It keeps the
+    name of the group, so that it can be copied and pickled. A pickled module is one of its rank.
     """
 
     def __init__(self, group: GroupLike) -> None:
@@ -45,22 +37,17 @@ class ShardedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if dist.is_initialized() and resolve_group(self.group_name, type(self).__name__).rank() != self.rank:
-            raise ValueError(
-                f"{type(self).__name__}: expected a module of this rank, got that of rank {self.rank}; "
-                "load a state dict instead"
-            )
+        name = type(self).__name__
+        if dist.is_initialized() and resolve_group(self.group_name, name).rank() != self.rank:
+            got = f"that of rank {self.rank}; load a state dict instead"
+            raise ValueError(f"{name}: expected a module of this rank, got {got}")
 
     def _draw(self, name: str, part: Tensor, own: tuple[slice, ...], shape: torch.Size) -> None:
         """Draws the whole parameter `name`, of this shape, and writes what `own` selects to `part`."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Draws the parameters again; those on the meta device are left alone.
-
-        Every rank draws the whole tensors and keeps its parts. So with equal seeds on all ranks the model is
-        the same for every world size, and the ranks' generators stay equal.
-        """
+        """Draws whole parameters, but those on meta, and keeps parts: with one seed the same for every p."""
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if not parameter.is_meta:
@@ -68,10 +55,7 @@ class ShardedModule(nn.Module):
 
 
 def mesh_of(group: GroupLike, op: str, device: torch.device, slices: int = 1) -> DeviceMesh:
-    """A mesh of a group's ranks: the one that was given, one of one dimension, or [slices, ranks of each].
-
-    With slices, ranks that need process groups of their own make them: then it is a collective, once.
-    """
+    """The given mesh of a group, one of one dimension, or [slices, ranks of each], a collective once."""
     process_group, kind = resolve_group(group, op), device.type
     slices = slices if slices < process_group.size() else 1
     if isinstance(group, DeviceMesh) and slices <= 1:
@@ -124,9 +108,7 @@ def hold(
 
 
 def _placed(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> Tensor:
-    """A DTensor of this shape, of which this rank has `part`, wherever that lies: from_local would move it to
-    the mesh's type of device.
-    """
+    """A DTensor of this shape with this rank's `part`, wherever that lies: from_local would move it."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -147,10 +129,9 @@ def own_part(parameter: Any) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    placed = parameter.shape, parameter.device_mesh, parameter.placements
     with unset_fake_temporarily():  # the mesh's tensor is real in a dry run, too
-        sizes, begins = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        sizes, begins = compute_local_shape_and_global_offset(*placed)
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
@@ -175,20 +156,16 @@ def local_parts(parameters: Sequence[Tensor | None], is_sum: bool = False) -> li
     if not placed:
         return list(parameters)
     if torch.compiler.is_compiling():
-        parts = [_traced(parameter, is_sum) for parameter in placed]
+        from torch.distributed.tensor import Partial
+
+        sums = [[Partial()] * parameter.device_mesh.ndim if is_sum else None for parameter in placed]
+        parts = [each.to_local(grad_placements=of) for each, of in zip(placed, sums, strict=True)]
     elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in placed):
         parts = _Parts.apply(is_sum, *placed)  # type: ignore[no-untyped-call]
     else:
         parts = [local(parameter) for parameter in placed]
     rest = iter(parts)
     return [next(rest) if is_placed(parameter) else parameter for parameter in parameters]
-
-
-def _traced(parameter: Any, is_sum: bool) -> Tensor:
-    from torch.distributed.tensor import Partial
-
-    placements = [Partial()] * parameter.device_mesh.ndim if is_sum else None
-    return parameter.to_local(grad_placements=placements)  # type: ignore[no-any-return]
 
 
 class _Parts(torch.autograd.Function):
@@ -222,52 +199,36 @@ def _placed_grad(grad: Tensor, kind: Any, spec: Any, is_sum: bool) -> Tensor:
 
 def placed_like(part: Tensor, parameter: Any) -> Tensor:
     """A gradient of this rank's part of a parameter, as the gradient of the parameter."""
-    if not is_placed(parameter):
-        return part
-    return _placed_grad(part, type(parameter), parameter._spec, False)
+    return _placed_grad(part, type(parameter), parameter._spec, False) if is_placed(parameter) else part
 
 
 def fill(op: str, init: Init, whole: Tensor) -> None:
-    """Calls a user's `init` on a whole tensor, which it must fill in place.
-
-    Raises:
-        ValueError: it returned another tensor, as torch.randn_like does, and so left this one as it was.
-    """
+    """Calls a user's `init` on a whole tensor, which it must fill in place, and not return another one."""
     returned = init(whole)
     # Compares addresses, not `is`: init may have filled whole.data, and returned that.
     if isinstance(returned, Tensor) and returned.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-        raise ValueError(
-            f"{op}: init: expected a function that fills a tensor in place, got one that returns another one"
-        )
+        fail(op, "init", "a function that fills a tensor in place", "one that returns another one")
 
 
 def take_own_parts(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Hook before a state dict is loaded: replaces whole tensors in it by this rank's parts.
-
-    Raises:
-        ValueError: a tensor is a part of another rank or mesh, or one that does not say whose part it is.
-    """
+    """Hook before a state dict is loaded: puts the rank's parts for whole tensors, and refuses others'."""
     parameters: dict[str, Any] = dict(module.named_parameters(recurse=False))
     for name, parameter in parameters.items():
         given: Any = state.get(prefix + name)
         if not isinstance(given, Tensor) or not is_placed(parameter):
             continue
-        where, mesh = f"{type(module).__name__}: {prefix}{name}", parameter.device_mesh
+        where, mesh = (type(module).__name__, prefix + name), parameter.device_mesh
         if is_placed(given):
-            placed: Any = given
-            if (placed.device_mesh, placed.placements) != (mesh, parameter.placements):
-                raise ValueError(
-                    f"{where}: expected a DTensor {parameter.placements} on {mesh}, "
-                    f"got {placed.placements} on {placed.device_mesh}"
-                )
+            told: Any = given
+            wanted = f"a DTensor {parameter.placements} on {mesh}"
+            if (told.device_mesh, told.placements) != (mesh, parameter.placements):
+                fail(*where, wanted, f"{told.placements} on {told.device_mesh}")
             # A loaded file keeps the coordinate of the rank that has written it.
-            told, actual = placed.device_mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero()[0]
-            if list(told or ()) != actual.tolist():
-                raise ValueError(
-                    f"{where}: expected the part at {actual.tolist()} of {mesh}, got that at {told}"
-                )
+            place, own_place = told.device_mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero()[0]
+            if list(place or ()) != own_place.tolist():
+                fail(*where, f"the part at {own_place.tolist()} of {mesh}", f"that at {place}")
             continue
         own, reshape = own_part(parameter), getattr(module, "as_whole", None)
         given = given if reshape is None else reshape(name, given)
@@ -277,9 +238,7 @@ def take_own_parts(
             part = part.clone() if metadata.get("assign_to_params_buffers") else part
             state[prefix + name] = _placed(part, mesh, parameter.placements, parameter.shape)
         elif given.shape == local(parameter).shape:
-            raise ValueError(
-                f"{where}: expected the whole tensor {list(parameter.shape)} or a DTensor, got "
-                f"{list(given.shape)}, a part that does not say of which rank it is; "
-                "DTensor.from_local(part, parameter.device_mesh, parameter.placements) says so"
-            )
+            got = f"{list(given.shape)}, a part that does not say of which rank it is; DTensor.from_local("
+            got += "part, parameter.device_mesh, parameter.placements) says so"
+            fail(*where, f"the whole tensor {list(parameter.shape)} or a DTensor", got)
         # Else torch says that the sizes don't match.

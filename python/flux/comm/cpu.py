@@ -31,12 +31,7 @@ _EPOCHS = 1 << 32
 
 
 class CpuWorkspace(Workspace):
-    """POSIX shared memory, and the epoch of this rank.
-
-    Besides the epoch, the header of each rank describes its current call, in one entry for each parity of the
-    epoch: a word for the epoch, a word for the length, and the facts of the call as JSON. Ranks compare calls
-    where they wait for each other anyway. Unfused calls are compared too.
-    """
+    """POSIX shared memory, whose header also has a call (epoch, length, JSON) of each parity of the epoch."""
 
     carrier = "protocol"
     transport = "POSIX shared memory"
@@ -86,16 +81,13 @@ class CpuWorkspace(Workspace):
             self.failure = error
             raise
         self._epoch = 0
-        # Every slot has its own signal words, independent of the shape of a call. If a word belonged to
-        # source A in call e and to source B in e+1, B's signal could pass for A's while the owner is still in
-        # call e.
+        # Every slot has its own signal words, whatever the shape of a call: if a word belonged to source A in
+        # call e and to B in e+1, B's signal could pass for A's while the owner is still in call e.
         self._words_per_slot = signal_bytes // 4 // (self.world_size - 1)
 
     @contextmanager
     def calling(self, call: Call, same: Same) -> Iterator[int]:
-        """Publishes the facts of the call to the peers, and grows the workspace if needed. Waits for peers
-        only then, and at its end until all have begun the call. Raises as `agree`, with the epoch used up.
-        """
+        """Publishes the facts of the call, and waits at its end until all peers have begun it, as `agree`."""
         self.raise_if_failed()
         if self._memory is None:
             yield 0
@@ -140,10 +132,7 @@ class CpuWorkspace(Workspace):
         _native.core.store_release(address, self._next_epoch)
 
     def agree(self, op: str) -> None:
-        """Waits until every peer has begun this call, else CommTimeoutError; Disagreement, on all ranks, if
-        any two make different ones. Adds no synchronisation: no rank can finish a call before every peer has
-        begun it. A peer overwrites the entry that is read here only two calls later.
-        """
+        """Waits until every peer has begun this call, and raises Disagreement on all if any two differ."""
         if self._agreed:
             return
         start = self._entry(self._next_epoch)
@@ -179,9 +168,8 @@ class CpuWorkspace(Workspace):
     def _entry(self, epoch: int) -> int:
         return self._ENTRY_BYTES * (1 + (epoch & 1))
 
-    def _signal(self, rank: int, slot: int, word: int) -> int:
-        address: int = self._memory.peers[rank] + HEADER_BYTES + 4 * (slot * self._words_per_slot + word)
-        return address
+    def _signal(self, rank: int, slot: int, word: int) -> Any:
+        return self._memory.peers[rank] + HEADER_BYTES + 4 * (slot * self._words_per_slot + word)
 
     def _wait(self, op: str, peer: int, address: int, tile: int | None) -> None:
         epoch = self._next_epoch

@@ -52,11 +52,8 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
 
 
 class CudaWorkspace(Workspace):
-    """Symmetric memory, and the pinned record to which a kernel reports a timeout.
-
-    Kernels count the epoch in the header on the device, so calls can be replayed in CUDA graphs. Calls by
-    copy engines have separate buffers, and the host counts their epoch, because it must know the destination
-    buffer when it enqueues a copy; they are never captured.
+    """Symmetric memory. The device counts the epoch, so that CUDA graphs can replay calls; copy engines have
+    buffers of their own, whose epoch the host counts, because it must know where a copy goes.
     """
 
     carrier = "kernel"
@@ -135,9 +132,7 @@ class CudaWorkspace(Workspace):
         return memory, symm_buffer
 
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Compares calls only with FLUX_DEBUG=compare, and if the workspace grows. Otherwise a comparison
-        would add a synchronisation of the hosts.
-        """
+        """Compares calls with FLUX_DEBUG=compare, and where the workspace grows: that synchronises hosts."""
         self.raise_if_failed()
         self._same = same
         if self.compares_contents and not torch.cuda.is_current_stream_capturing():
@@ -145,10 +140,7 @@ class CudaWorkspace(Workspace):
         return _COMPARED
 
     def enter(self, call: Call) -> Launch:
-        """Prepares a launch on the current stream, inside the `with` block. Yields the address of the
-        SymmBuffer, and 0 as the epoch, because the device counts. Synchronises only to grow, which a CUDA
-        graph cannot capture. Raises CommTimeoutError if an earlier call has timed out.
-        """
+        """Of a launch on the current stream; synchronises only to grow. The epoch is 0: the device counts."""
         if self._error_code.value:
             self._raise_timeout(call.op)
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
@@ -171,10 +163,9 @@ class CudaWorkspace(Workspace):
         if self._fits_copy(signal_bytes, slot_bytes):
             return
         self._compare(op, facts)
-        room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
-        self._copy_region = self._make_region(*room, 0, op)
-        self._copy_address = int(self._copy_region[1].address)
-        self._copy_room = room
+        signals, slots = map(grown, self._copy_room, (signal_bytes, slot_bytes))
+        self._copy_region = self._make_region(signals, slots, 0, op)
+        self._copy_address, self._copy_room = int(self._copy_region[1].address), (signals, slots)
         self.known.clear()
         self.known.copy_epoch = 0
 
@@ -202,15 +193,12 @@ class CudaWorkspace(Workspace):
 
     def remember(self, recipe: repeat.Recipe, *given: Any, **how: Any) -> None:
         """repeat.remember, unless ranks compare all calls, or a CUDA graph captures this one."""
-        if self._may_remember():
+        if not self.compares_contents and not torch.cuda.is_current_stream_capturing():
             repeat.remember(self.known, recipe, *given, **how)
 
     def remember_parts(self, recipe: repeat.Recipe, count: int) -> None:
-        if self._may_remember():
+        if not self.compares_contents and not torch.cuda.is_current_stream_capturing():
             repeat.remember_parts(self.known, recipe, count)
-
-    def _may_remember(self) -> bool:
-        return not self.compares_contents and not torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
         self.raise_if_failed()
@@ -244,9 +232,7 @@ class CudaWorkspace(Workspace):
 
 
 class Launch:
-    """Context manager of a call's launch: yields the address of its SymmBuffer and its epoch, which copy
-    engines use up. A CUDA graph that captures it keeps using the buffers; the user must order replays.
-    """
+    """Of a call's launch: yields the address of its SymmBuffer and its epoch, which copy engines use up."""
 
     __slots__ = ("_copies", "_workspace")
 

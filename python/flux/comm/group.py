@@ -1,7 +1,5 @@
-"""Process groups: resolves group arguments, and exchanges facts between the ranks' hosts.
-
-Ranks exchange facts through the group's key-value store, not through a collective: the store works for every
-backend, needs no GPU, supports a deadline, and shows which rank is missing.
+"""Process groups, and facts that their ranks' hosts exchange through stores, which serve every backend, need
+no GPU, have a deadline, and show which rank is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from flux import _env
-from flux.errors import CommTimeoutError
+from flux.errors import CommTimeoutError, fail
 
 _c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
 
@@ -34,14 +32,12 @@ GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
 
 
 def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
-    """The group that a ProcessGroup, 1-D DeviceMesh, name, or None (the default group) stands for. Raises
-    TypeError for something else, and ValueError for what stands for no live group with this process.
-    """
+    """The group of this process that a ProcessGroup, 1-D DeviceMesh, name, or None (the default) means."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, ProcessGroup):
         if group not in _c10d._world.pg_map:
-            raise ValueError(f"{op}: group: expected a live group, got one that has been destroyed")
+            fail(op, "group", "a live group", "one that has been destroyed")
         return group
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
@@ -49,20 +45,15 @@ def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"{op}: group: expected a one-dimensional DeviceMesh, got {group.ndim} dimensions "
-                f"{group.mesh_dim_names}; pass one of them, such as mesh['tp']"
-            )
+            got = f"{group.ndim} dimensions {group.mesh_dim_names}; pass one of them, such as mesh['tp']"
+            fail(op, "group", "a one-dimensional DeviceMesh", got)
         return group.get_group()
     if isinstance(group, str):
-        try:
+        with contextlib.suppress(RuntimeError, ValueError):
             return process_group(group)
-        except (RuntimeError, ValueError):
-            raise ValueError(f"{op}: group: expected the name of a process group, got {group!r}") from None
+        fail(op, "group", "the name of a process group", repr(group))
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"{op}: group: expected a group that this process is a member of, got NON_GROUP_MEMBER"
-        )
+        fail(op, "group", "a group that this process is a member of", "NON_GROUP_MEMBER")
     raise TypeError(
         f"{op}: group: expected a ProcessGroup, DeviceMesh, group name or None, got {type(group).__name__}"
     )
@@ -101,11 +92,8 @@ _parts: dict[ProcessGroup, _Part] = {}
 
 
 def part_of(group: ProcessGroup, members: Sequence[int], name: str) -> ProcessGroup:
-    """A group of some ranks of another one, for flux's own calls that run fused: it has a store, and no
-    backend. members: in order, this rank among them. name: never used before, the same on all members.
-
-    Not a collective. torch.distributed.new_group would be one of the whole job, or, with
-    use_local_synchronization, need the same number of groups on all members.
+    """A group of some ranks of another, of a new name, with a store but no backend. Not a collective, unlike
+    new_group, which needs the whole job, or the same number of groups on all members.
     """
     store = _c10d.PrefixStore(f"flux/{name}", store_of(group))
     part = ProcessGroup(store, members.index(group.rank()), len(members))
@@ -117,7 +105,6 @@ def part_of(group: ProcessGroup, members: Sequence[int], name: str) -> ProcessGr
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name of a group, by which process_group() finds it."""
     return _parts[group].name if group in _parts else str(group.group_name)
 
 
@@ -157,10 +144,8 @@ def _members(group: ProcessGroup) -> list[int]:
 
 
 class Rendezvous:
-    """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
-
-    All ranks must make the exchanges in the same order. Keys contain the kind of workspace, and a number on
-    which the ranks agree in begin(): some may have failed more often than others.
+    """Exchanges of small facts between all ranks of a group. Keys contain the kind of workspace, and a number
+    on which ranks agree in begin(): some may have failed more often than others.
     """
 
     def __init__(self, store: Any, base: str, rank: int, world_size: int) -> None:
@@ -178,10 +163,7 @@ class Rendezvous:
         return cls(store_of(group), base, group.rank(), group.size())
 
     def begin(self, op: str) -> None:
-        """A barrier that agrees on a number: rank 0 waits for all ranks' tokens, and answers each with it.
-
-        A rank that gives up, with CommTimeoutError, withdraws its token, so that all may try again.
-        """
+        """A barrier that agrees on a number. A rank that gives up withdraws its token: all may try again."""
         number = token = uuid.uuid4().hex
         place, left = f"{self._base}/join", _GAVE_UP
         try:
@@ -189,9 +171,8 @@ class Rendezvous:
             deadline = time.monotonic() + _patience_s()
             if self._rank == 0:
                 joined = range(1, self._world_size)
-                tokens = [
-                    self._wait(op, peer, f"{place}/{peer}", deadline, ("", _GAVE_UP)) for peer in joined
-                ]
+                refuse = ("", _GAVE_UP)
+                tokens = [self._wait(op, peer, f"{place}/{peer}", deadline, refuse) for peer in joined]
                 for peer, theirs in zip(joined, tokens, strict=True):
                     self._set(op, f"{self._base}/begin/{peer}/{theirs}", token)
             else:
@@ -215,16 +196,12 @@ class Rendezvous:
             raise
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """The facts of all ranks, in rank order. Raises CommTimeoutError if one did not arrive within
-        FLUX_TIMEOUT_S, and RuntimeError if the store has something else instead of its facts.
-        """
+        """The facts of all ranks, in rank order, unless one comes too late (CommTimeoutError)."""
         self._count += 1
         return self._gather(op, str(self._count), facts)
 
     def leave(self, op: str, wait: bool) -> None:
-        """Announces that this rank makes no more exchanges; with `wait`, waits until all ranks have done so,
-        with the deadline of `exchange`.
-        """
+        """Announces that this rank makes no more exchanges; with `wait`, waits until all have done so."""
         if wait:
             self._gather(op, "leave", {})
         else:

@@ -37,10 +37,8 @@ _of_parent: set[ProcessGroup] = set()
 def in_turn(
     group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
 ) -> T:
-    """Runs fn(*arguments), a whole call on a group. Calls of several threads run one after the other, in
-    order of arrival; that all ranks make them in the same order is the callers' responsibility. If an
-    exception ends a call of which peers may have seen a part, the group refuses all further calls (CallTurn
-    in csrc/bindings/call_turn.h). holds: fn has work around a call that is not flux's, such as autograd's.
+    """Runs fn(*arguments), a whole call on a group, in turn (csrc/bindings/call_turn.h). holds: fn has work
+    around a call that is not flux's, such as autograd's.
     """
     if group.size() == 1:
         return fn(*arguments)
@@ -86,13 +84,13 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
         workspace: Workspace = (NodesWorkspace if several else kind)(met)
         if isinstance(workspace, NodesWorkspace):  # the own node has a group and a workspace of its own
             workspace.join(op, lambda part, device, op: in_turn(part, device, get, part, device, op), release)
-        _workspaces[key] = workspace
     except CommTimeoutError as error:
         _unfinished[key] = (rendezvous, error)
         raise
     except ON_ALL_RANKS:
         del _unfinished[key]
         raise
+    _workspaces[key] = workspace
     del _unfinished[key]
     if workspace.known is not None:
         repeat.of_groups.setdefault(group, workspace.known)
@@ -150,13 +148,13 @@ def _forget_destroyed_groups() -> None:
         for key in list(kept):  # a copy: other threads add to them
             if not groups.is_live(key[0]):
                 kept.pop(key, None)
-    for group in [group for group in (*repeat.of_groups, *expecting_graphs) if not groups.is_live(group)]:
-        repeat.of_groups.pop(group, None)
-        expecting_graphs.discard(group)
+    for group in [*repeat.of_groups, *expecting_graphs]:
+        if not groups.is_live(group):
+            repeat.of_groups.pop(group, None)
+            expecting_graphs.discard(group)
 
 
 def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
-    """As get, if there is one. Not a collective."""
     return _workspaces.get((group, device))
 
 
@@ -164,17 +162,14 @@ def existing(group: ProcessGroup) -> list[Workspace]:
     return [workspace for (owner, _), workspace in list(_workspaces.items()) if owner is group]
 
 
-def _keys(group: ProcessGroup) -> list[Key]:
-    return [key for key in list(_turns) if key[0] is group]
-
-
 def check(group: ProcessGroup) -> None:
     """Raises the failure of a group's workspaces, if any: see flux.check."""
     _refuse_forked(group, "check")
-    for key in _keys(group):
-        workspace = _workspaces.get(key)
-        ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
-        turn(*key).call(ask)
+    for key, its_turn in list(_turns.items()):
+        if key[0] is group:
+            workspace = _workspaces.get(key)
+            ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
+            its_turn.call(ask)
 
 
 def check_all() -> None:
@@ -187,8 +182,9 @@ def check_all() -> None:
 def release(group: ProcessGroup) -> None:
     """Frees the workspaces of a group and forgets failures: see flux.release."""
     _refuse_forked(group, "release")
-    for key in _keys(group):
-        turn(*key).call(_release, key)
+    for key, its_turn in list(_turns.items()):
+        if key[0] is group:
+            its_turn.call(_release, key)
 
 
 def _release(key: Key) -> None:

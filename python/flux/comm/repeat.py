@@ -1,8 +1,6 @@
-"""Calls on GPUs that are repeated: C++ enqueues them from the second time on (csrc/bindings/known_calls.cc).
-
-Most of the host time of a call is Python: its checks, the search for its plan, and torch's dispatcher. Their
-results hold for every call with the same shapes, strides, dtypes and options. So an operator first asks
-`KnownCalls.call`. If that returns None, the operator makes the call itself, and tells `remember` how.
+"""Calls on GPUs that are repeated: C++ enqueues them from the second time on (csrc/bindings/known_calls.cc),
+as checks, plan and dispatch hold for all calls with the same shapes, strides, dtypes and options. An operator
+asks `KnownCalls.call`; after None it makes the call itself, and tells `remember` how.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ _BLOCK_ALIGNMENT = 128
 Fresh: TypeAlias = tuple[
     tuple[int, ...], tuple[int, ...] | None, int, "torch.dtype | None", tuple[tuple[int, ...], int] | None
 ]
-
-
 # A launch of a call: all tensors that its operator takes, in the order of its arguments; the number, from 1,
 # of the call by copy engines that it belongs to, or 0; and None, or what it is instead: a function of the
 # operands that calls torch.
@@ -55,14 +51,10 @@ def operator() -> int:
 
 
 class Recipe:
-    """How a call is repeated. An operand of its launches is a number: of an argument, or below 0 of a tensor
-    that the call allocates.
-    """
+    """How a call is repeated. An operand is the number of an argument, or below 0 of what it allocates."""
 
     def __init__(self, operator: int, given: Mapping[str, Any], within: Recipe | None = None) -> None:
-        """given: tensors and options by name, in the order in which `KnownCalls.call` gets them. within: of
-        the call that this one is a part of. Then it is not known itself, but with the whole.
-        """
+        """given: by name, in the order of `KnownCalls.call`. within: of the call that this is a part of."""
         self.given = (operator, *given.values())
         self.within = within
         self.out: Any = None  # the tensors that the call writes, as its caller gets them
@@ -74,7 +66,7 @@ class Recipe:
         self.follows: tuple[Callable[..., Any], list[int], list[int]] | None = None
         self._made: list[torch.Tensor] = []
         # Of calls within this one: their launches, with tensors as operands, and the tensors that they make.
-        self._parts: list[Launch] = []
+        self.parts: list[Launch] = []
         self._kernels: list[Kernel] = []
         self._theirs: list[torch.Tensor] = []
 
@@ -101,11 +93,7 @@ class Recipe:
         return -len(self.fresh)
 
     def allocates_together(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The operands for contiguous tensors of one dtype that the call allocates as one block of memory.
-
-        Of many small results, the allocations take longest (docs/design/host-cost.md). Once in a recipe.
-        """
-        assert self.block is None and all(each.is_contiguous() for each in tensors)
+        """Operands for tensors of one dtype, in one block, once: of small ones, allocations take longest."""
         like, dtype = self._like(tensors[0])
         end, step = 0, _BLOCK_ALIGNMENT // tensors[0].element_size()
         for tensor in tensors:
@@ -141,29 +129,25 @@ class Recipe:
         before = max((copy_call for _, copy_call, _ in self._kernels), default=0)
         for operands, copy_call, step in kernels:
             self._kernels.append((list(map(of, operands)), copy_call and before + copy_call, step))
-        self._parts.append(launch)
+        self.parts.append(launch)
         self._theirs += part._made
 
     def add_step(self, step: Callable[..., object], *tensors: torch.Tensor) -> None:
         """Adds work of torch on these tensors, in place: between the calls within this one, or after them."""
-        self._parts.append(lambda: None)
+        self.parts.append(lambda: None)
         self._kernels.append((tensors, 0, step))
 
     def made_by(
         self, step: Callable[..., Any], operands: Sequence[int], made: Sequence[torch.Tensor]
     ) -> None:
-        """Lets torch make results when all else of the call is enqueued: a step of these operands, which
-        returns one tensor, or a tuple of several. made: what it has made now, of the results named before.
-        """
+        """Lets a step make results, `made` now, of these operands, behind all else: one, or several."""
         numbers = [next(i for i, each in enumerate(self._made) if each is one) for one in made]
         for number in numbers:
             self.fresh[number] = None
         self.follows = (step, list(operands), [-1 - number for number in numbers])
 
     def whole(self, count: int) -> list[Kernel] | None:
-        """The launches of the `count` calls within this one, with operands of this one. None if not all of
-        them could be known, or one has an operand that this recipe does not name.
-        """
+        """The launches of the `count` calls within this one, with operands of this one, if all are known."""
         given = {i: each for i, each in enumerate(self.given) if isinstance(each, torch.Tensor)}
         own = {each.data_ptr() for each in (*given.values(), *self._made)}
         for each in self._theirs:
@@ -174,16 +158,12 @@ class Recipe:
         numbers = {tensor.data_ptr(): number for number, tensor in given.items()}
         used = [each for operands, _, _ in self._kernels for each in operands if each is not None]
         known = all(tensor.data_ptr() in numbers for tensor in used)
-        if len(self._parts) != count or len(numbers) != len(given) or not known:
+        if len(self.parts) != count or len(numbers) != len(given) or not known:
             return None
         return [
             ([ABSENT if each is None else numbers[each.data_ptr()] for each in operands], copy_call, step)
             for operands, copy_call, step in self._kernels
         ]
-
-    def launch_parts(self) -> None:
-        for launch in self._parts:
-            launch()
 
 
 # Of tensors with which calls are repeated. Torch calls no Python for them.
@@ -256,12 +236,8 @@ def remember(
     by_copy_engine: bool = False,
     kernels: Sequence[Kernel] = (),
 ) -> None:
-    """Makes a call known that was made, in these KnownCalls. It returns one result, or a tuple of several.
-
-    Args:
-        launch: enqueues the kernels of the call once more.
-        operands: of each kernel, which must read and write them in place, without copies.
-        by_copy_engine: copy engines carry it, whose calls the host counts. kernels: instead of these two.
+    """Makes a call known that was made. launch: enqueues its kernels once more. operands: of each kernel,
+    which must use them in place. by_copy_engine: its calls the host counts. kernels: instead of these two.
     """
     copy_call = itertools.repeat(int(by_copy_engine))
     kernels = kernels or list(zip(operands, copy_call, itertools.repeat(None), strict=False))
@@ -279,7 +255,7 @@ def remember_parts(calls: Any, recipe: Recipe, count: int) -> None:
     """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
     kernels = recipe.whole(count)
     if kernels is not None:
-        remember(calls, recipe, recipe.launch_parts, (), kernels=kernels)
+        remember(calls, recipe, lambda: [launch() for launch in recipe.parts], (), kernels=kernels)
 
 
 # Of the first device of each group that has a workspace there; of all devices for a group of one rank.

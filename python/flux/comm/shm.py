@@ -1,11 +1,5 @@
-"""POSIX shared memory between the ranks of one host, for CPU tensors.
-
-Every rank creates one segment in /dev/shm and maps the segments of all ranks. Names are removed as soon as
-every rank has mapped them; from then on the kernel frees the memory with the last mapping.
-
-Segments have names because ranks may run in containers that share only /dev/shm. A memfd or an O_TMPFILE file
-needs no name, but peers could open it only as /proc/<pid>/fd/<n>, which requires one pid namespace, equal uid
-and gid, and a dumpable process.
+"""POSIX shared memory of the ranks of a host. Segments have names, until all have mapped them: ranks may be
+in containers that share only /dev/shm, and not /proc, which a memfd would need.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import time
@@ -61,14 +56,7 @@ def why_not() -> str | None:
 
 
 class SharedMemory:
-    """The same number of zeroed bytes on every rank, mapped by all. Making one is a collective.
-
-    An exception, KeyboardInterrupt included, leaves no name, mapping or descriptor behind.
-
-    Raises:
-        NoSharedMemory: on all ranks, if one of them cannot create its segment or refuses that of a peer.
-        CommTimeoutError: a rank did not come, or gave up before another one came.
-    """
+    """Zeroed bytes of every rank, mapped by all. An exception leaves no name, mapping or file open."""
 
     def __init__(self, nbytes: int, rank: int, rendezvous: Rendezvous, op: str) -> None:
         self.nbytes = nbytes
@@ -129,7 +117,7 @@ class SharedMemory:
 
 
 def _name(name: object) -> str | None:
-    """The name if it is one of a segment, else None: no path out of the directory, no file of others."""
+    """The name if it is one of a segment: no path out of the directory, no file of others."""
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
@@ -188,11 +176,9 @@ def _map(file: io.FileIO, nbytes: int) -> torch.Tensor:
 
 
 def _free() -> str:
-    try:
-        found = os.statvfs(_DIRECTORY)
-    except OSError as e:
-        return f"unknown ({e.strerror})"
-    return str(found.f_bavail * found.f_frsize)
+    with contextlib.suppress(OSError):
+        return str(shutil.disk_usage(_DIRECTORY).free)
+    return "unknown"
 
 
 def _remove(names: list[str]) -> None:

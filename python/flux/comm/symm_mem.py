@@ -1,8 +1,4 @@
-"""Symmetric GPU memory. The only file that uses torch's symmetric memory, an API that torch calls alpha.
-
-Written for torch 2.11 and checked against 2.13. Peers are given to kernels as plain device pointers; NVLink
-multicast is never used.
-"""
+"""Symmetric GPU memory: the only file that uses torch's, which torch calls alpha (2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -45,10 +41,7 @@ def why_not(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 def unreachable_peer(device: torch.device, uuids: list[str], rank: int) -> str | None:
-    """Why this GPU cannot write to a peer's memory, or None.
-
-    Peers hidden by CUDA_VISIBLE_DEVICES are assumed to be reachable; if they are not, the allocation fails.
-    """
+    """Why this GPU cannot write to a peer's memory; of peers that it does not see, allocation finds out."""
     for peer, uuid in enumerate(uuids):
         if peer == rank:
             continue
@@ -71,10 +64,8 @@ def _rendezvous(nbytes: int, group_name: str, device: torch.device) -> tuple[tor
 
 
 def _catch_up(count: int, device: torch.device) -> None:
-    """Makes dummy allocations in a group of one rank until this process has made `count` allocations.
-
-    Up to torch 2.13 the keys under which ranks exchange handles are numbered per process, not per group. Two
-    ranks with different numbers of allocations would wait for each other's keys forever.
+    """Allocates until this process has done so `count` times: up to torch 2.13 the keys under which ranks
+    exchange handles are numbered per process, and ranks with other numbers would wait for ever.
     """
     global _alone
     if _alone is None and rendezvous_count < count:
@@ -87,9 +78,8 @@ def _catch_up(count: int, device: torch.device) -> None:
 
 
 class SymmetricMemory:
-    """The same number of zeroed bytes on every rank's GPU. Making one is a collective of the group. counts:
-    rendezvous_count of all ranks; needed where ranks are in several groups. `tensor` has this rank's bytes,
-    and owns the allocation; `peers` are the device addresses of all ranks' bytes, for kernels of this rank.
+    """Zeroed bytes on every rank's GPU, a collective: `tensor`, the rank's; `peers`, the addresses. counts:
+    all ranks' rendezvous_count; needed where ranks are in several groups.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Nodes: which ranks of a group share memory with each other, and which reach each other through a network.
-
-A node is a set of ranks that can load and store in each other's memory. A rail is the set of ranks with the
-same number in their nodes; data that crosses nodes travels along rails.
-"""
+"""Nodes: ranks that share memory. A rail: ranks with the same number in their nodes, along which data go."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ class Topology:
         return rank // self.ranks
 
     def local_of(self, rank: int) -> int:
-        """The number of a rank in its node, which is the number of its rail."""
         return rank % self.ranks
 
     def rank_of(self, node: int, local: int) -> int:
@@ -55,9 +50,7 @@ class Topology:
 
 
 def of_nodes(ids: Sequence[str]) -> tuple[Topology | None, str | None]:
-    """The topology of a group, from the node of each rank: None for one node, and for others but nodes of
-    equal size with consecutive ranks, which run unfused; then the second result says why.
-    """
+    """The topology of a group, from the node of each rank, or why it has none; None, None for one node."""
     sizes = {name: ids.count(name) for name in ids}
     if len(sizes) <= 1:
         return None, None
@@ -81,7 +74,6 @@ class Links:
     source: str = "assumed"
 
     def to_tell(self) -> dict[str, Any]:
-        """As JSON values: what ranks tell each other, and what a file has."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -92,9 +84,7 @@ class Links:
 
 
 def links() -> Links:
-    """The rates of FLUX_LINKS, a file of flux doctor --nodes, else ValueError; or the assumed ones: a 400
-    Gbit/s NIC for each GPU, and NVLink 4.
-    """
+    """The rates of FLUX_LINKS, or the assumed ones: a 400 Gbit/s NIC for each GPU, and NVLink 4."""
     path = str(_env.get("FLUX_LINKS"))
     return _read(path) if path else Links()
 

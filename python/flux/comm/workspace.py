@@ -1,14 +1,5 @@
-"""The memory through which the ranks of a group exchange tiles: the common part of CPU and CUDA workspaces.
-
-Every rank holds the same layout, on a GPU in symmetric memory, on CPUs in POSIX shared memory:
-
-    [0, 16384)                 header: u32 words, [0] epoch = calls finished on this rank;
-                               on GPUs [1] CTAs done, [2] aborted
-    then signal_bytes          signals, u32 epochs written by peers; zero at allocation, never reset
-    then two slot buffers      of slot_bytes each; call number `epoch` uses buffer epoch & 1
-    then two exchange buffers  of exchange_bytes each, likewise; on GPUs only (csrc/runtime/exchange.h)
-
-These sizes belong to the workspace, not to a call: they may only grow, together on all ranks.
+"""The memory through which ranks exchange tiles: a header (u32: calls finished; on GPUs CTAs done, aborted),
+signals (epochs, never reset), two slot and two exchange buffers, of even and odd epochs. It only grows.
 """
 
 from __future__ import annotations
@@ -17,7 +8,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
@@ -47,25 +38,8 @@ _LAYOUT = repr(
 BUILD = f"{_native.core.VERSION} with layout {hashlib.sha256(_LAYOUT.encode()).hexdigest()[:8]}"
 
 
-class Call(Protocol):
-    """A plan, as a workspace knows it; further fields say what ranks compare (call_facts)."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def k(self) -> int: ...
-    @property
-    def by_flux(self) -> bool: ...
-    @property
-    def signal_bytes(self) -> int: ...
-    @property
-    def slot_bytes(self) -> int: ...
-    @property
-    def exchange_bytes(self) -> int: ...
+# A flux.plan.Plan, of a module above this one: a call has its op, m, n, k, by_flux and bytes of each buffer.
+Call: TypeAlias = Any
 
 
 def round_up(value: int, to: int = PAGE_BYTES) -> int:
@@ -118,28 +92,24 @@ def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
 
 def agreed(op: str, facts: Sequence[dict[str, Any]], name: str, what: str) -> str:
     """A fact that all ranks must have told alike. Raises Disagreement, on every rank, if they did not."""
-    told = [fact.get(name) for fact in facts]
-    for rank, value in enumerate(told):
-        if value != told[0]:
-            both = f"{told[0]} on rank 0, {value} on rank {rank}"
+    first = facts[0].get(name)
+    for rank, fact in enumerate(facts):
+        if (value := fact.get(name)) != first:
+            both = f"{first} on rank 0, {value} on rank {rank}"
             raise Disagreement(f"{op}: {what}: expected the same on all ranks of the group, got {both}")
-    return str(told[0])
+    return str(first)
 
 
 def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
     """Raises Disagreement, on every rank alike, if the ranks of a group did not make the same call."""
     if any(call != calls[0] for call in calls):
-        told = "; ".join(
-            f"rank {r}: " + ", ".join(f"{key}={value}" for key, value in call.items())
-            for r, call in enumerate(calls)
-        )
+        facts = [", ".join(f"{key}={value}" for key, value in call.items()) for call in calls]
+        told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(facts))
         raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
 
 
 class Met(NamedTuple):
-    """The ranks of a group that have met, of which a workspace is made: at which call, and what each has told
-    (Workspace.meet). turn: CallTurn of the group on this device.
-    """
+    """Ranks that have met, of which a workspace is made: at which call, and what each has told."""
 
     group: ProcessGroup
     device: torch.device
@@ -150,9 +120,7 @@ class Met(NamedTuple):
 
 
 class Workspace(ABC):
-    """Buffers, plans and failure of one group on one device. Created by the group's first call, a collective.
-    `turn` is the lock under which calls run, and records whether an exception ended one.
-    """
+    """Buffers, plans, failure, and the lock of calls (`turn`, a CallTurn) of one group on one device."""
 
     carrier: str  # what runs fused calls here, as ways have it (flux.calls.front)
     transport: str  # how tiles are sent, as text for users
@@ -168,9 +136,7 @@ class Workspace(ABC):
     def meet(
         cls, group: ProcessGroup, device: torch.device, op: str, rendezvous: Rendezvous
     ) -> list[dict[str, Any]]:
-        """What the ranks of a group tell each other first, in rank order: the facts by which workspaces are
-        made. Raises Disagreement on all ranks, if one of them has no facts, or another build of flux.
-        """
+        """The facts of all ranks by which workspaces are made; Disagreement, if builds of flux differ."""
         cause: Exception | None = None
         told: dict[str, Any] = {"build": BUILD, "wrong": None}
         try:
@@ -248,9 +214,7 @@ class Workspace(ABC):
 
     @abstractmethod
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Context manager of a call, fused or not, which compares the call with those of the peers. Yields
-        its epoch (CPU; on GPUs the device counts).
-        """
+        """Of a call, which ranks may compare. Yields its epoch (CPU; on GPUs the device counts)."""
 
     @contextmanager
     def leaving_free(self, sms: int) -> Iterator[None]:
@@ -305,7 +269,6 @@ class Workspace(ABC):
         self.signal_bytes, self.slot_bytes, self.exchange_bytes = signals, slots, exchange
 
     def _compare(self, op: str, facts: dict[str, Any]) -> None:
-        """Opens a call, and raises Disagreement on all ranks if they did not make the same one."""
         self.turn.open()
         compare_calls(op, self._meet(op, facts))
 

@@ -1,6 +1,4 @@
-"""Products of operands with and without scales outside flux's kernels: in the wide type, before bias and
-rounding, which is the arithmetic of references and of the CPU path; and of fp8 operands on GPUs, torch's.
-"""
+"""Products outside flux's kernels: in the wide type (references, CPUs), and torch's of fp8 on GPUs."""
 
 from __future__ import annotations
 
@@ -37,11 +35,8 @@ class WideWeight:
         total = torch.zeros(x.shape[0], weight.shape[1], dtype=weight.dtype, device=x.device)
         for block in range(of_rows.shape[1]):
             part = slice(block * step, (block + 1) * step)
-            total += (
-                _mm(x[:, part].to(weight.dtype), weight[part])
-                * of_rows[:, block, None]
-                * of_columns[:, block]
-            )
+            summand = _mm(x[:, part].to(weight.dtype), weight[part]) * of_rows[:, block, None]
+            total += summand * of_columns[:, block]
         return total
 
 
@@ -54,16 +49,12 @@ def product(
     x: Tensor, weight: Tensor, transpose_weight: bool = False, scales: Scales | None = None
 ) -> Tensor:
     """x [m, k] · weight [n, k] (or [k, n]) in the wide type. scales: canonical."""
-    if scales is None:
-        return WideWeight(weight, transpose_weight).times(x)
-    return WideWeight(weight, transpose_weight, scales.w).times(x, scale=scales.x)
+    of_x, of_w = (None, None) if scales is None else scales[:2]
+    return WideWeight(weight, transpose_weight, of_w).times(x, scale=of_x)
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), of x [m, ...] on a CPU; if calls must be batch invariant, computed row by row.
-
-    torch's functions for CPUs add in an order that may depend on the number of rows, and on alignment.
-    """
+    """function(x) on a CPU; row by row if calls must be batch invariant: torch's order of sums may vary."""
     if not demanded() or x.shape[0] <= 1:
         return function(x)
     return torch.cat([function(x[i : i + 1].clone()) for i in range(x.shape[0])])
@@ -80,14 +71,23 @@ def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, ou
     if out.numel() == 0:
         return
     adds_bias = bias is None or out.dtype != torch.float32  # torch._scaled_mm adds none to fp32
-    if why_not is None and adds_bias and scales.whole:
-        _of_whole_tensors(x, weight, bias, scales, out)
-        return
-    if why_not is None:
-        total = _by_torch(x, weight, scales)
-    else:
+    if why_not is not None:
         say_once(f"a product of fp8 operands runs through their values in wider types: {why_not}")
         total = product(x, weight, False, scales)
+    else:
+        operands = aligned(x), aligned(weight).t()
+        how: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": scales.accumulate == "fast"}
+        if adds_bias and scales.whole:  # one kernel
+            how |= {"scale_a": scales.x.reshape(()), "scale_b": scales.w.reshape(()), "bias": bias}
+            if out.is_contiguous():
+                torch._scaled_mm(*operands, **how, out=out)
+            else:
+                out.copy_(torch._scaled_mm(*operands, **how))
+            return
+        # In fp32, because torch takes scales of rows for some results only, and not beside those of tensors.
+        one = scales.x.new_ones(())
+        total = torch._scaled_mm(*operands, one, one, **{**how, "out_dtype": torch.float32})
+        total.mul_(scales.x[:, None]).mul_(scales.w)
     if bias is not None:
         total += bias
     out.copy_(total)
@@ -100,24 +100,3 @@ def why_not_torchs(n: int, k: int, kind: str) -> str | None:
     if n % _ALIGNMENT or k % _ALIGNMENT or k == 0:
         return f"torch._scaled_mm takes multiples of {_ALIGNMENT} as n and k, not {n} and {k}"
     return None
-
-
-def _of_whole_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, out: Tensor) -> None:
-    """The product with one scale for each operand: one kernel."""
-    operands = (aligned(x), aligned(weight).t(), scales.x.reshape(()), scales.w.reshape(()))
-    how: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": scales.accumulate == "fast"}
-    if out.is_contiguous():
-        torch._scaled_mm(*operands, bias=bias, **how, out=out)
-    else:
-        out.copy_(torch._scaled_mm(*operands, bias=bias, **how))
-
-
-def _by_torch(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-    """The scaled product in fp32. Scales are applied here: torch._scaled_mm takes those of rows for some
-    types of results only, and not beside those of whole tensors.
-    """
-    one = scales.x.new_ones(())
-    fast = scales.accumulate == "fast"
-    operands = (aligned(x), aligned(weight).t(), one, one)
-    total = torch._scaled_mm(*operands, out_dtype=torch.float32, use_fast_accum=fast)
-    return total.mul_(scales.x[:, None]).mul_(scales.w)

@@ -1,12 +1,10 @@
-"""Scales of fp8 operands: what callers may pass, and the layout in which kernels read it.
-
-``out[m, n] = round(sum over blocks kb of K of sx[m, kb] * sw[n, kb] * (sum over k in kb of x[m, k] * w[n, k])
-+ bias[n])``. Scales of whole tensors, rows and columns have one block, all of K; block scales one for each
-128 of K, and weights share theirs among 128 columns.
+"""Scales of fp8 operands: what callers may pass, and the layout in which kernels read it. Those of tensors
+and rows have one block, all of K; block scales one for each 128 of K, of weights for 128 columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -67,9 +65,7 @@ class Scaling(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The form of rows that travel with their scales: k elements of one byte, then `columns` scales, then
-    padding. The CPU path sends them so, that a row and its scales arrive together.
-    """
+    """The form of rows that travel with their scales: k bytes, then `columns` scales, then padding."""
 
     k: int
     dtype: torch.dtype
@@ -89,8 +85,7 @@ class Records(NamedTuple):
         packed[:, : self.k] = x.view(torch.uint8)
         # Not contiguous(): without rows it keeps steps of 0, with which nothing can be viewed as bytes.
         own = of_elements(scale, x.shape[0]).clone(memory_format=torch.contiguous_format)
-        of_rows = own.view(torch.uint8)
-        packed[:, self._scales_at : self._scales_at + of_rows.shape[1]] = of_rows
+        packed[:, self._scales_at : self._scales_at + _SCALE_BYTES * own.shape[1]] = own.view(torch.uint8)
         return packed
 
     def rows(self, packed: Tensor) -> Tensor:
@@ -128,13 +123,12 @@ class Scales(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether x and the weight have one scale each, of canonical scales."""
+        """Whether x and the weight have one scale each."""
         return self.x.numel() == self.w.numel() == 1
 
     def of_product(self, k: int) -> Scaling:
         """As scaling, of canonical scales of one product."""
-        found = self.scaling(k)
-        return found._replace(kind="tensor") if self.whole else found
+        return self.scaling(k)._replace(kind="tensor") if self.whole else self.scaling(k)
 
     def scaling(self, k: int) -> Scaling:
         """The facts for the plan, of checked scales."""
@@ -144,9 +138,7 @@ class Scales(NamedTuple):
     def check(
         self, op: str, x: Tensor, weight: Tensor, transpose_weight: bool = False, which: str = ""
     ) -> None:
-        """Checks fp8 operands x [..., k] and weight [n, k] (or [k, n]) or [experts, n, k] that fit, and their
-        scales.
-        """
+        """Checks operands x [..., k], weight [n, k], [k, n] or [experts, n, k], that fit, and scales."""
         if x.dtype not in FP8:
             fail(op, "x", "dtype float8_e4m3fn or float8_e5m2 with scales", x.dtype)
         if weight.dtype != torch.float8_e4m3fn:
@@ -174,9 +166,7 @@ class Scales(NamedTuple):
             fail(op, "scale_w" + which, expected, f"shape {shape}")
 
     def canonical(self, n: int, k: int, transpose_weight: bool = False) -> Scales:
-        """The same scales in the kernels' layout, for x [m, k] and a weight [n, k]. Copies what is laid out
-        otherwise.
-        """
+        """The same scales in the kernels' layout, for x [m, k] and a weight [n, k]."""
         w = _fp32(self.w.t() if transpose_weight and self.w.dim() == 2 else self.w)
         if not is_by_block(self.x, k):
             w = w.reshape(-1)
@@ -191,20 +181,17 @@ class Scales(NamedTuple):
         return _fp32(self.x).reshape(-1).contiguous()
 
     def canonical_experts(self, experts: int, n: int, k: int) -> Scales:
-        """As canonical, of weights [experts, n, k]: w is [experts], [experts, n], or for blocks [experts,
-        blocks of N, blocks of K].
-        """
+        """As canonical, of weights [experts, n, k]: w is [experts], [experts, n], or of blocks."""
         w = _fp32(self.w)
         if not is_by_block(self.x, k):
-            columns = w.numel() // max(experts, 1)
-            w = w.reshape(1, 1).expand(experts, 1) if w.numel() == 1 else w.reshape(experts, columns)
+            w = w.reshape(1).expand(experts) if w.numel() == 1 else w
+            w = w.reshape(experts, w.numel() // max(experts, 1))
             if w.shape[1] not in (1, n):
                 w = w.repeat_interleave(BLOCK, 1)[:, :n]
             w = w[:, 0] if w.shape[1] == 1 else w
         return self._replace(x=self.canonical_x(k), w=w.contiguous())
 
     def of_expert(self, expert: int) -> Tensor:
-        """The canonical scales of one expert's weight, from those of all."""
         return self.w[expert : expert + 1] if self.w.dim() == 1 else self.w[expert]
 
     def x_of(self, rows: slice | Tensor) -> Tensor:
@@ -222,15 +209,13 @@ def check_how(op: str, out_dtype: torch.dtype, accumulate: str) -> None:
 def check_of_rows(op: str, scale: Tensor, x: Tensor, accumulate: str = "promoted") -> bool:
     """Checks scale_x of x [..., k]; returns whether it has one entry for each block of 128 elements."""
     _check_type(op, "scale_x", scale, x)
-    rows, shape, m = list(x.shape[:-1]), list(scale.shape), 1
-    for size in rows:
-        m = m * size
+    rows, shape = list(x.shape[:-1]), list(scale.shape)
+    m = math.prod(rows)
     blocks = -(-x.shape[-1] // BLOCK)
     if blocks != 1 and shape in ([*rows, blocks], [m, blocks]):
         if accumulate == "fast":
-            fail(
-                op, "accumulate", "'promoted' with block scales, as each block is scaled by itself", "'fast'"
-            )
+            expected = "'promoted' with block scales, as each block is scaled by itself"
+            fail(op, "accumulate", expected, "'fast'")
         return True
     if scale.numel() != 1 and shape not in ([*rows, 1], [m, 1], [m]):
         got = f"shape {shape}"
@@ -254,14 +239,11 @@ def named(scaling: Sequence[Any]) -> dict[str, Any]:
 
 def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
     """The last arguments of a torch operator, as `given` tells them: none for a call without fp8 operands."""
-    if scale_x is None and scale_w is None:
-        if out_dtype is not None and isinstance(x, Tensor) and out_dtype == x.dtype:
-            out_dtype = None
-        if out_dtype is None and accumulate == "promoted":
-            return ()
-    elif out_dtype is None:
-        out_dtype = _DEFAULT_OUT
-    return scale_x, scale_w, out_dtype, accumulate
+    if scale_x is not None or scale_w is not None:
+        return scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate
+    if out_dtype is not None and isinstance(x, Tensor) and out_dtype == x.dtype:
+        out_dtype = None
+    return () if out_dtype is None and accumulate == "promoted" else (None, None, out_dtype, accumulate)
 
 
 def given(
@@ -272,9 +254,7 @@ def given(
     accumulate: str = "promoted",
     which: str = "",
 ) -> Any:
-    """The scales of a call from the last arguments of a torch operator; None without any. Of a list of
-    weights a tuple: one for each.
-    """
+    """The scales of a call from an operator's last arguments, if any; of a list of weights a tuple."""
     if isinstance(scale_w, (list, tuple)):
         numbered = [(each, f"[{i}]" if len(scale_w) > 1 else "") for i, each in enumerate(scale_w)]
         return tuple(given(op, scale_x, each, out_dtype, accumulate, of) for each, of in numbered)
@@ -288,7 +268,7 @@ def given(
         fail(op, "scale_x", "a tensor, as scale_w is one", None)
     if scale_w is None:
         fail(op, "scale_w" + which, "a tensor, as scale_x is one", None)
-    return Scales(scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate)
+    return Scales(scale_x, scale_w, out_dtype or _DEFAULT_OUT, accumulate)
 
 
 def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
@@ -320,15 +300,13 @@ def column_major(scale: Tensor) -> Tensor:
     scale, strides = _fp32(scale), (1, _padded(rows))
     if rows == 1:  # torch gives a single row any stride
         scale = scale.as_strided((1, blocks), (1, scale.stride(1)))
-    if scale.stride() == strides and scale.data_ptr() % 16 == 0:
-        return scale
-    return empty_column_major(rows, blocks, scale).copy_(scale)
+    fits = scale.stride() == strides and scale.data_ptr() % 16 == 0
+    return scale if fits else empty_column_major(rows, blocks, scale).copy_(scale)
 
 
 def empty_column_major(rows: int, blocks: int, like: Tensor) -> Tensor:
     """Memory for block scales in that layout, on the device of a tensor."""
-    strides = (1, _padded(rows))
-    return like.new_empty_strided((rows, blocks), strides, dtype=torch.float32)
+    return like.new_empty_strided((rows, blocks), (1, _padded(rows)), dtype=torch.float32)
 
 
 def of_elements(scale: Tensor, count: int) -> Tensor:

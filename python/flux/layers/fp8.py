@@ -1,6 +1,4 @@
-"""Linear maps that multiply in fp8: activations, weights and gradients are quantised in every call, from
-values that stay in 16 or 32 bits. Master weights are only read.
-"""
+"""Linear maps in fp8: operands and gradients are quantised in every call, master weights only read."""
 
 from __future__ import annotations
 
@@ -149,12 +147,10 @@ class Quantised(NamedTuple):
         return self.both(lambda each: all_gather(each.contiguous(), group=name))
 
 
-def check(op: str, fp8: object, x: Tensor) -> None:
-    if fp8 is None:
-        return
-    if not isinstance(fp8, Fp8):
+def check(op: str, fp8: object, x: Tensor | None = None) -> None:
+    if fp8 is not None and not isinstance(fp8, Fp8):
         argument_types.wrong_type(op, "fp8", "None or an Fp8", fp8)
-    if x.dtype not in fp8_.OUT:
+    if fp8 is not None and x is not None and x.dtype not in fp8_.OUT:
         checks.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
 
 
@@ -167,9 +163,7 @@ def gathered_products(
     out_dtype: torch.dtype,
     accumulate: Accumulate = "promoted",
 ) -> tuple[list[Tensor], Quantised]:
-    """The product of rows and each weight, and the rows; with `keep` the gathered ones. name: of the group
-    that gathers rows, or None.
-    """
+    """Products of rows with each weight, and the rows; with `keep` as gathered by the group of that name."""
     how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate, "scale_x": rows.scale}
     if name is None:
         pairs = zip_longest(weights, biases)
@@ -200,8 +194,8 @@ def summed_product(
 def weight_grad_operands(
     fp8: Fp8, grads: Quantised, sizes: Sequence[int], x: Quantised, dtype: torch.dtype
 ) -> tuple[list[Quantised], Quantised]:
-    """Operands of gradᵀ · x along M: of each weight [N, M], and [K, M]. grads: rows [..., N], of several
-    weights side by side, of these sizes. dtype: in which rows are quantised along the other axis.
+    """Operands of gradᵀ · x along M: of each weight [N, M], and [K, M]. grads: of weights of these sizes,
+    side by side. dtype: in which rows are quantised along the other axis.
     """
     grads, x = (each.both(lambda rows: rows.flatten(0, -2)) for each in (grads, x))
     if fp8.by_block:

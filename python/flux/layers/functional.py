@@ -1,9 +1,4 @@
-"""The two linear maps of tensor parallelism, for weights of which each rank holds some output or some input
-features (arXiv 1909.08053, section 3; with sequence parallelism arXiv 2205.05198, section 4.2).
-
-Gradients of operators are those of the sum of all ranks' losses. Here a tensor that all ranks hold alike has
-one gradient, which they hold alike too: the loss counts once.
-"""
+"""The linear maps of tensor parallelism (arXiv 1909.08053, 2205.05198). A loss counts once, on all ranks."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from flux._sharded import Init, ShardedModule, fill, hold
 from flux.calls import argument_types, checks
 from flux.comm.group import GroupLike
 from flux.layers.fp8 import Fp8
+from flux.layers.fp8 import check as check_fp8
 from flux.layers.functional import SaveGathered, column_linear, row_linear
 
 
@@ -80,8 +81,7 @@ def check_options(op: str, bias: object, how: dict[str, Any]) -> None:
     argument_types.flag(op, "bias", bias)
     for name in ("sequence_parallel", "gradient_accumulation_fusion"):
         argument_types.flag(op, name, how[name])
-    if how["fp8"] is not None and not isinstance(how["fp8"], Fp8):
-        argument_types.wrong_type(op, "fp8", "None or an Fp8", how["fp8"])
+    check_fp8(op, how["fp8"])
     argument_types.optional_function(op, "init", how["init"])
     argument_types.device(op, "device", how["device"])
     argument_types.floating_dtype(op, "dtype", how["dtype"])
@@ -147,11 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         argument_types.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
         how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
-        how |= {
-            "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "device": device,
-            "dtype": dtype,
-        }
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
+        how |= {"device": device, "dtype": dtype}
         super().__init__(in_features, out_features, bias, group=group, **how)
         self.save_gathered = save_gathered
 

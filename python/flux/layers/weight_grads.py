@@ -62,9 +62,7 @@ How = tuple[bool, DeferredGrads | None]
 
 
 class WeightGrads:
-    """How a backward pass makes the gradients of a call's weights: for autograd, in main_grad, or later.
-    needs: which weights need one; may have more entries. fusion: add to main_grad of a weight that has one.
-    """
+    """Makes gradients of a call's weights, where needed: for autograd, in main_grad (fusion), or later."""
 
     def __init__(
         self, weights: Sequence[Tensor], needs: Sequence[bool], fusion: bool, deferred: DeferredGrads | None
@@ -78,9 +76,7 @@ class WeightGrads:
     def __call__(
         self, grads: Sequence[Operand | None], x: Operand | None, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """What autograd gets for each weight. grads: [..., N] of each result, or quantised [N, M]. x: [...,
-        K], or quantised [K, M]. dtype: of gradients.
-        """
+        """What autograd gets for each weight. grads: [..., N] of each, or quantised [N, M]; x likewise."""
         if x is None or not any(self.needs):
             return [None] * len(self.main)
         if self.deferred is None:

@@ -1,6 +1,4 @@
-"""Layer 0 of a mixture of experts: tokens are gathered from all ranks, while tiles whose tokens have arrived
-are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
-"""
+"""Layer 0 of experts: tiles are computed while tokens are gathered (COMET, arXiv 2502.19811, section 3)."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, epoch: int
 
 
 class _Arrivals(Slots):
-    """The gather of the CPU path: sends each rank the tokens that it needs, in the kernel's order, and waits
-    for the peers' tokens when they are needed.
-    """
+    """The gather of the CPU path, in the kernel's order; waits for the peers' tokens when they are needed."""
 
     def __init__(self, workspace: CpuWorkspace, routing: Routing, epoch: int, x: Tensor) -> None:
         super().__init__(_OP, workspace, routing, epoch, x.shape[1], x.dtype)
@@ -200,9 +196,7 @@ class _Arrivals(Slots):
 def _computed(
     call: Layer, layout: Any, wait: Callable[[int, int], None], sources: dict[int, Tensor]
 ) -> Tensor:
-    """The kernel's work tile by tile, in the order of the schedule, from the rows that each rank sends. wait:
-    called with an expert and a step, before the expert's rows up to that step are read.
-    """
+    """The kernel's work in its order. wait: called before an expert's rows up to a step are read."""
     routing, records, weights = call.routing, _records_of(call), call.wide_weights()
     offsets, row_numbers = routing.offsets.tolist(), routing.rows.long()
     limit, n = layout.max_tokens, call.columns

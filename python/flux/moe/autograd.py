@@ -1,9 +1,5 @@
-"""Backward passes of the expert layers. As in flux.ops.autograd, they use the operators themselves.
-
-The gradient of layer 0 with respect to its tokens is a layer 1 without routing weights. The gradient of layer
-1 with respect to its rows is a layer 0 of the gradients. Both read each expert's weight transposed.
-
-Gradients are those of the sum of all ranks' losses. Rows after the last one are never read.
+"""Backward passes of the expert layers, by the operators themselves, of the sum of all ranks' losses: that
+of layer 0's tokens is a layer 1 without weights, that of layer 1's rows a layer 0 of the gradients.
 """
 
 from __future__ import annotations
@@ -111,9 +107,7 @@ def layer0_grads(
     activation: str | None = None,
     distinct: bool = False,
 ) -> tuple[Tensor | None, Any]:
-    """Gradient of x in ag_scatter_gemm, and what `of_weights` returns. x, weight: None if the gradients asked
-    for do not depend on them. distinct: no token chose an expert twice.
-    """
+    """Gradients of ag_scatter_gemm. x, weight: if needed. distinct: no token chose an expert twice."""
     grad_x = grad_weight = None
     if x is not None:
         everybody, tokens = gathered(x, routing, wanted.tokens_of)
@@ -141,8 +135,8 @@ def layer1_grads(
     wanted: Wanted,
     activation: str | None = None,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights. With an
-    activation, x is the product in front of it, and the first result the gradient of that.
+    """As layer0_grads, for gemm_gather_rs, and the gradient of the routing's weights. With an activation, x
+    is the product in front of it, and the first result the gradient of that.
     """
     offsets, of_weights, count = routing.offsets, wanted.of_weights, routing.rows.shape[0]
     # The row of each choice; for those without one here, -1 in `positions`, an entry behind the last.
@@ -187,9 +181,7 @@ def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
 
 
 def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Gradient of the routing weights [tokens, k] that this rank gave `route`, from what each rank finds for
-    those of all ranks [p, max_tokens, k]. A collective.
-    """
+    """Gradient of this rank's routing weights, from what each rank finds for all [p, max_tokens, k]."""
     return reduce_scatter(of_all.flatten(0, 1), group=group_name)[:tokens].to(dtype)
 
 

@@ -1,7 +1,4 @@
-"""Layer 1 of a mixture of experts: a grouped GEMM in chunks of columns. While the next chunk is computed, the
-rows of the finished chunk are weighted, summed over the experts of a token, and sent to the token's owner
-(COMET, arXiv 2502.19811, section 3).
-"""
+"""Layer 1 of experts: a chunk's sums travel while the next is computed (arXiv 2502.19811, section 3)."""
 
 from __future__ import annotations
 
@@ -108,9 +105,7 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int,
 def in_parts(
     call: Layer, wire: tuple[Workspace, MoePlan] | None = None, recipe: Recipe | None = None
 ) -> Tensor:
-    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU. wire: workspace
-    and plan of sums that travel as int8. recipe: of a call in a group of one rank.
-    """
+    """Without synchronising with the GPU. wire: of int8 sums. recipe: of a group of one rank."""
     x, routing, group, dtype, n = call.x, call.routing, call.group, call.dtype, call.columns
     limit, own = routing.max_tokens, slice(routing.num_tokens)
     if limit == 0 or n == 0:

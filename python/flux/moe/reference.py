@@ -1,6 +1,4 @@
-"""Mixture of experts with torch only: a whole layer on one rank, and what runs where there is no kernel. But
-for `moe_mlp`, nothing synchronises with a GPU.
-"""
+"""Mixture of experts with torch only; but for `moe_mlp`, nothing synchronises with a GPU."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def moe_mlp(
 
 
 def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
-    """The tensors of a flux.moe.Routing, but for the weights, of a flux._core.MoeLayout and the experts
-    [p, max_tokens, k] that the tokens of all ranks have chosen.
-    """
+    """A routing's tensors but weights, of a MoeLayout and what all ranks' tokens chose [p, max_tokens, k]."""
     p, limit, k = ids.shape
     device, rank, experts = ids.device, layout.rank, layout.local_experts
     ids = ids.long()
@@ -130,13 +126,8 @@ def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor
     which = torch.searchsorted(end, entry, right=True).clamp(max=max(size.numel() - 1, 0))
     begin = (end - size)[which]
     group = (entry - begin) // GROUP_M * GROUP_M
-    fields = [
-        which % layout.local_experts,
-        first[which] + group,
-        begin + group,
-        (size[which] - group).clamp(max=GROUP_M),
-    ]
-    tiles = torch.stack(fields, 1)
+    rows_of_tiles = (size[which] - group).clamp(max=GROUP_M)
+    tiles = torch.stack([which % layout.local_experts, first[which] + group, begin + group, rows_of_tiles], 1)
     return torch.where((entry < end[-1])[:, None], tiles, 0), end[-1:]
 
 
@@ -149,8 +140,8 @@ def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's rows of `product` [rows, n] over its choices [..., k], in their order
-    and in the wide type. Never reads the rows and weights of choices without a row here (position -1).
+    """The weighted sum of each token's rows [rows, n] over its choices [..., k], in order, in the wide type;
+    rows and weights of choices without a row here (position -1) do not matter.
     """
     wide = wide_type(product.dtype)
     total = torch.zeros(*positions.shape[:-1], product.shape[1], dtype=wide, device=product.device)

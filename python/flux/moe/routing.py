@@ -275,14 +275,17 @@ class _Call(NamedTuple):
         if weights.device != ids.device:
             checks.fail(_OP, "topk_weights", f"device {ids.device}, that of topk_ids", weights.device)
         sizes = (self.num_experts, self.ep_size, self.max_tokens, *self.ids.shape)
-        return checked(process_group(self.name).size(), *sizes)
+        shapes = checked(process_group(self.name).size(), *sizes)
+        if self.max_node_tokens is not None and not 0 <= self.max_node_tokens <= self.max_tokens:
+            expected = f"0 to max_tokens = {self.max_tokens}"
+            checks.fail(_OP, "max_node_tokens", expected, self.max_node_tokens)
+        return shapes
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
     call = _Call(*arguments)
     shapes, group, limit = call.shapes(checked_shapes), process_group(call.name), call.max_node_tokens
     if limit is not None:  # shapes depend on the nodes, so the group must have met before
-        two_level.check_max_node_tokens(limit, call.max_tokens)
         workspace = next(iter(registry.existing(group)), None)
         if workspace is None and group.size() > 1:
             before = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
@@ -297,7 +300,6 @@ def _fake(*arguments: Any) -> list[Tensor]:
 def _eager(*arguments: Any) -> list[Tensor]:
     call = _Call(*arguments)
     shapes = call.shapes(_kept_shapes)
-    two_level.check_max_node_tokens(call.max_node_tokens, call.max_tokens)
     group = process_group(call.name)
     calls = repeat.of_groups.get(group) if call.max_node_tokens is None else None
     if calls is not None and (done := calls.call_below(_KNOWN, *call[:5])) is not None:
@@ -321,25 +323,23 @@ def _among_ranks(call: _Call, group: ProcessGroup, shapes: Shapes) -> list[Tenso
         plan = kernel_plan(layout, call.ids.device, of_group)
         if plan.by_flux:
             return by_kernel(of_group, plan, layout, call, shapes)
-    everybody = _exchange(_message(call), group, layout)
+    everybody = _message(call)
+    if p > 1:
+        also = {"num_experts": call.num_experts, "ep_size": call.ep_size}
+        everybody = front.below(_GATHER, gather.Call(everybody), group, also)
     # One copy makes both contiguous.
     parts = everybody.view(p, call.max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
-    # .data, so that autograd sees no view, and users may modify it in place like any other tensor.
-    weights = parts[0].data
     ids = parts[1].view(torch.int32)
-    if ids.is_cuda:
-        return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
-    return [*route_on_host(layout, ids, shapes), weights]
+    arrays = reference.routing_tensors(layout, BLOCK_M, ids) if on_gpu else route_on_host(layout, ids, shapes)
+    # .data, so that autograd sees no view, and users may modify it in place like any other tensor.
+    return [*arrays, parts[0].data]
 
 
 def kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
     """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
     if workspace is None:
         return _make_plan(layout, cuda.why_not(device), cuda.num_sms(device), "")
-    key = _OP, layout
-    if key not in workspace.plans:
-        workspace.plans[key] = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
-    return cast(Plan, workspace.plans[key])
+    return _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -413,9 +413,7 @@ def route_on_host(layout: Any, ids: Tensor, shapes: Shapes) -> list[Tensor]:
 
 
 def _message(call: _Call) -> Tensor:
-    """What a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits. Missing
-    tokens and invalid expert ids are marked as not routed.
-    """
+    """What a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the bits of the experts."""
     tokens, k = call.ids.shape
     # Check ids before they are narrowed to 32 bits, which could turn an invalid id into a valid one.
     valid = (call.ids >= 0) & (call.ids < call.num_experts)
@@ -423,10 +421,9 @@ def _message(call: _Call) -> Tensor:
     parts = (call.weights.float(), ids.view(torch.float32))
     if tokens == call.max_tokens:
         return torch.cat(parts, 1)
-    told = parts[0].new_empty(call.max_tokens, 2 * k)
+    told = parts[0].new_zeros(call.max_tokens, 2 * k)
     torch.cat(parts, 1, out=told[:tokens])
-    told[tokens:, :k].zero_()
-    told.view(torch.int32)[tokens:, k:].fill_(-1)
+    told.view(torch.int32)[tokens:, k:] = -1
     return told
 
 
@@ -437,14 +434,6 @@ _GATHER = replace(
     number=repeat.operator(),
     plan=lambda workspace, call, sizes: replace(gather.gather_plan(workspace, call.x), op=_OP),
 )
-
-
-def _exchange(told: Tensor, group: ProcessGroup, layout: Any) -> Tensor:
-    """All-gathers the messages of all ranks, [p * rows, columns]."""
-    if group.size() == 1:
-        return told
-    also: Same = {"num_experts": layout.num_experts, "ep_size": layout.ep_size}
-    return front.below(_GATHER, gather.Call(told), group, also)  # type: ignore[no-any-return]
 
 
 for _device in ("CPU", "CUDA"):

@@ -1,7 +1,5 @@
-"""Steps between the GEMMs of expert layers and of their backward passes, over rows in the order of a routing:
-torch's formulas, and kernels of one pass each, which skip the rows that no expert has.
-
-Gradients of gradients take the formulas: kernels have no derivative but that of `activate_rows`.
+"""Steps between GEMMs of experts, over rows in a routing's order: torch's formulas (second gradients, too)
+or kernels, which skip rows without an expert.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ def kernel_takes(rows: Tensor, columns: int) -> bool:
 
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None = None) -> Tensor:
-    """x[tokens], each row times its entry of `scores`, in the wide type; rounded once. What rows from
-    offsets[-1] on hold is not specified.
-    """
+    """x[tokens], each row times its entry of `scores`, in the wide type; rounded once."""
     result: Tensor = (_gathered if torch.is_grad_enabled() else _gather_op)(x, tokens, offsets, scores)
     return result
 
@@ -40,10 +36,8 @@ def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | Non
 def finish_rows(
     rows: Tensor, offsets: Tensor, scores: Tensor | None = None, x: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row of rows [R, I] times its entry of `scores`, and the dot products of the rows (before) with
-    those of x [R, I], None without x. rows may be overwritten; scores and products are in the wide type.
-
-    Both results are zero from offsets[-1] on, where neither rows nor x are read.
+    """Each row [R, I], which may be overwritten, times its entry of `scores`, and the dot products with those
+    of x before, in the wide type. Both are zero from offsets[-1] on, where neither rows nor x are read.
     """
     if torch.is_grad_enabled():
         return _finished(rows, offsets, scores, x)
@@ -56,8 +50,6 @@ def finish_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """finish_rows with x = activate_rows(product), and the activation_grad of that, in one pass: the gradient
     of the product [R, N], the activation's result [R, I], and the dot products [R].
-
-    rows are gradients of rows times `scores`. What rows from offsets[-1] on hold is not specified.
     """
     if torch.is_grad_enabled():
         return _finished_activation(rows, product, offsets, scores, activation)
@@ -66,10 +58,7 @@ def finish_activation(
 
 
 def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    """The activation of products [R, N], computed in the wide type and rounded once. Differentiable.
-
-    What rows from offsets[-1] on hold is not specified, in the result and in its gradient.
-    """
+    """The activation of products [R, N], in the wide type and rounded once. Differentiable."""
     result: Tensor = _activate_op(product, offsets, activation)
     return result
 
@@ -185,8 +174,8 @@ def _activate(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
 
 
 def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    product, offsets, ctx.activation = inputs
-    ctx.save_for_backward(product, offsets)
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _activate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,19 +211,17 @@ def _step(name: str, run: Any, fake: Any) -> Any:
     return getattr(torch.ops.flux, f"moe_{name}").default
 
 
-def _like_product(x: Tensor, product: Tensor, *_: Any) -> Tensor:
-    return product.new_empty(product.shape)
-
-
 _gather_op = _step("gather_rows", _gather, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1]))
 _finish_op = _step("finish_rows", _finish, lambda rows, offsets, scores, x: _dots(rows, x))
 _finish_activation_op = _step(
     "finish_activation",
     _finish_activation,
-    lambda rows, *given: (_like_product(rows, *given), _dots(rows, rows)),
+    lambda rows, product, *_: (product.new_empty(product.shape), _dots(rows, rows)),
 )
 _activate_op = _step("activate_rows", _activate, _activated_like)
-_activation_grad_op = _step("activation_grad", _activation_grad, _like_product)
+_activation_grad_op = _step(
+    "activation_grad", _activation_grad, lambda grad, product, *_: product.new_empty(product.shape)
+)
 torch.library.register_autograd(
     "flux::moe_activate_rows", _activate_backward, setup_context=_activate_setup, lib=library
 )

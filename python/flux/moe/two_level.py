@@ -1,32 +1,21 @@
-"""Mixtures of experts on several nodes: experts are cut over nodes, tokens cross to them along rails.
+"""Mixtures of experts on several nodes (docs/design/nodes.md): tokens cross along rails to a node with their
+experts, which then is a group of its own; its sums cross back. Sizes do not depend on the routing.
 
-Every rank brings the tokens of its rail into its node, where routing and both layers are those of a group of
-one node. Sums over a node's experts cross back. Sizes do not depend on the routing, and the host waits for
-nothing.
-
-All tokens cross to all nodes (a rail all-gather), or, where the caller knows how many a node needs at most
-(max_node_tokens), one copy of each token to each node that needs it.
-
-Routing tensors describe the node's ranks, in the shapes of the whole group; what is over is not used:
-
-    positions, weights    of all ranks' tokens, in rank order, as on one node
-    counts, received      of the ranks of the node, in front
-    all others            of the node; its ranks have nodes * max_tokens tokens each, those of node 0 first
-
-With max_node_tokens, a rank of a node has `NodeTokens.size` tokens: a share of each node, then its own.
-`incoming` has further rows: for each node the place of each own token in its share, and the whole group's
-number of each of the node's tokens.
+Routing tensors have the shapes of the whole group: positions and weights of all ranks' tokens; in front of
+counts and received those of the node's ranks; all others of the node, whose ranks have the tokens of their
+rails: nodes * max_tokens, or a share of each node, then their own (max_node_tokens). Then `incoming` also has
+the place of each own token in each node's share, and the whole group's number of each token of the node.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flux.calls import checks
 from flux.comm import group as groups
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference
@@ -69,7 +58,7 @@ class NodeTokens:
 
 
 def serves(workspace: NodesWorkspace, ep_size: int) -> bool:
-    """Whether experts are cut so that no slice of them spans nodes. Other layers run unfused."""
+    """Whether no slice of experts spans nodes. Other layers run unfused."""
     return workspace.rail is not None and ep_size % workspace.topology.nodes == 0
 
 
@@ -93,12 +82,8 @@ def route(
     flat: Shapes,
     of_node: Callable[..., list[Tensor]],
 ) -> list[Tensor]:
-    """The tensors of a routing, with the weights.
-
-    Args:
-        message: float32 [max_tokens, 2 k], of this rank: weights, then the bits of the experts.
-        sizes, flat: num_experts and ep_size of the whole group, and its shapes.
-        of_node: (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
+    """The tensors of a routing, with the weights, from the message of this rank. sizes: num_experts and
+    ep_size of the group, flat: its shapes. of_node: routes inside a node, as moe_route.
     """
     k, (num_experts, ep_size) = message.shape[1] // 2, sizes
     experts = num_experts // on_node.nodes
@@ -123,9 +108,7 @@ def route(
 
 
 def _places(ids: Tensor, experts: int, on_node: NodeTokens, node: int) -> Tensor:
-    """int32 [nodes, tokens]: the place of each own token in the share of each node; -1 where it does not go,
-    -2 where its share has no room for it.
-    """
+    """int32 [nodes, tokens]: each own token's place in the share of each node; -1: not sent, -2: no room."""
     nodes = torch.arange(on_node.nodes, device=ids.device)
     needs = ((ids[:, :, None] >= 0) & (ids[:, :, None] // experts == nodes)).any(1).t()
     needs = needs & (nodes != node)[:, None]
@@ -143,9 +126,7 @@ def _tokens_of_places(places: Tensor, on_node: NodeTokens) -> Tensor:
 
 
 def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, on_node: NodeTokens) -> Tensor:
-    """float32 [on_node.size, 2 k + 1] of the node's tokens: weights, experts' bits, and the bits of the
-    token's number on its rank.
-    """
+    """float32 [on_node.size, 2 k + 1] of the node's tokens: weights, bits of experts and of numbers."""
     limit, columns = message.shape
     numbers = torch.arange(limit, dtype=torch.int32, device=message.device).view(torch.float32)
     told = torch.cat([message, numbers[:, None]], 1)
@@ -168,9 +149,7 @@ def _swap_all(workspace: NodesWorkspace, send: Tensor, receive: Tensor, what: st
 
 
 def _origins(workspace: NodesWorkspace, numbers: Tensor, on_node: NodeTokens) -> Tensor:
-    """int32 [ranks, on_node.size]: for each of the node's tokens, rank * max_tokens + its number there, -1:
-    there is none. Of the other ranks of the node too.
-    """
+    """int32 [ranks, on_node.size]: of each token of the node, rank * max_tokens + its number there, or -1."""
     share = on_node.share or 0
     nodes = torch.full((on_node.size,), workspace.node, device=numbers.device)
     nodes[: on_node.nodes * share] = torch.arange(on_node.nodes, device=nodes.device).repeat_interleave(share)
@@ -209,9 +188,7 @@ def _to_group(
 
 
 def _in_front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    whole = tensor.new_zeros(shape)
-    whole.view(-1)[: tensor.numel()] = tensor.reshape(-1)
-    return whole
+    return torch.nn.functional.pad(tensor.reshape(-1), (0, math.prod(shape) - tensor.numel())).view(shape)
 
 
 class OfGroup:
@@ -223,9 +200,8 @@ class OfGroup:
         nodes, ranks, size, k = on_node.nodes, on_node.ranks, on_node.size, routing.positions.shape[-1]
         positions, weights, incoming = routing.positions, routing.weights, routing.incoming
         if on_node.share is None:
-            flip = [
-                each.view(nodes, ranks, on_node.limit, k).transpose(0, 1) for each in (positions, weights)
-            ]
+            shape = nodes, ranks, on_node.limit, k
+            flip = [each.view(shape).transpose(0, 1) for each in (positions, weights)]
             positions, weights = (each.reshape(ranks, size, k) for each in flip)
             incoming = incoming.view(ranks, size)
         else:
@@ -285,9 +261,7 @@ def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
 
 
 def bring_sums(workspace: NodesWorkspace, of: OfGroup, made: Tensor, num_tokens: int) -> Tensor:
-    """made [on_node.size, n], the node's sums of its tokens -> the sums over nodes of this rank's tokens
-    [tokens, n]. A token for which a share had no room becomes NaN.
-    """
+    """A node's sums [on_node.size, n] -> this rank's tokens' over nodes; NaN where a share had no room."""
     on_node, columns = of.on_node, made.shape[1]
     share = on_node.limit if on_node.share is None else on_node.share
     count, shape = on_node.nodes * share, (on_node.nodes, share, columns)
@@ -324,8 +298,3 @@ def overflow(message: Tensor, on_node: NodeTokens, num_experts: int, node: int) 
     places = _places(ids, num_experts // on_node.nodes, on_node, node)
     most = int((places != -1).sum(1).max()) if places.numel() else 0
     return most if most > on_node.share else 0
-
-
-def check_max_node_tokens(value: int | None, limit: int) -> None:
-    if value is not None and not 0 <= value <= limit:
-        checks.fail("moe.route", "max_node_tokens", f"0 to max_tokens = {limit}", value)

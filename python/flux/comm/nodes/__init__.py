@@ -1,3 +1,1 @@
-"""Groups whose ranks are on several nodes: topology, rails, and their workspace. Only registry.py imports it,
-and what needs a NodesWorkspace.
-"""
+"""Groups whose ranks are on several nodes: rails, and their workspace."""

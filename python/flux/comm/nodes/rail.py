@@ -1,9 +1,4 @@
-"""Rails: how the ranks with the same number in their nodes exchange data. Ranks of a rail are counted by
-their nodes.
-
-`Rail` is the seam behind which an engine is replaced. Engines: process groups, NCCL on GPUs and gloo on CPUs.
-docs/design/nodes.md has what a further one needs.
-"""
+"""Rails: ranks with the same number in their nodes, which exchange data by NCCL (GPUs) or gloo (CPUs)."""
 
 from __future__ import annotations
 
@@ -43,18 +38,15 @@ class Transfer(Protocol):
     """Data on its way between nodes."""
 
     def wait(self) -> None:
-        """After this, received data may be read and sent data overwritten: on a GPU by work that is enqueued
-        on the current stream from now on, without waiting on the host. On CPUs raises RailError if a node did
-        not take part before the deadline; GPUs: see watch.py.
+        """After this, received data may be read and sent data overwritten: on a GPU by what is enqueued on
+        the current stream from now on. On CPUs RailError if a node did not come in time; GPUs: see watch.py.
         """
 
 
 class Rail(ABC):
-    """The ranks with the same number in their nodes. All make the same calls, in the same order.
-
-    Tensors are contiguous, of equal size on all ranks, and on the rail's device. Between the start and the
-    wait of a transfer, its tensors belong to it. On a GPU a transfer starts after what the current stream
-    holds so far, and takes `sms` SMs until it has finished. `bytes_sent` counts those sent to other nodes.
+    """Ranks, counted by their nodes, that make the same calls in the same order. Tensors are contiguous, of
+    equal size on all ranks, on the rail's device, and belong to a transfer until its wait. On a GPU it starts
+    after what the current stream holds so far, and takes `sms` SMs. `bytes_sent`: to other nodes.
     """
 
     engine: str  # name for users
@@ -74,9 +66,7 @@ class Rail(ABC):
         return Together(*(self.swap(x, to, out[source], source) for to, source in pairs))
 
     def alltoall(self, send: Tensor, receive: Tensor) -> Transfer:
-        """send [nodes, ...]: a part for every node; receive [nodes, ...]: from every node. The own part of
-        `send` is copied.
-        """
+        """send [nodes, ...]: a part for every node; receive [nodes, ...]: from every node."""
         receive[self.node].copy_(send[self.node])
         pairs = shifts(self.nodes, self.node)
         return Together(*(self.swap(send[to], to, receive[source], source) for to, source in pairs))
@@ -87,9 +77,7 @@ class Rail(ABC):
 
 
 def shifts(nodes: int, node: int) -> list[tuple[int, int]]:
-    """The steps of an exchange of all nodes with all: the node to send to, and that to receive from. In each
-    step every node sends once and receives once.
-    """
+    """The steps of an exchange of all nodes with all: the node to send to, and that to receive from."""
     return [((node + step) % nodes, (node - step) % nodes) for step in range(1, nodes)]
 
 
@@ -128,8 +116,7 @@ class GlooRail(Rail):
         return Together(_GlooWork(coming, source, self._deadline), _GlooWork(going, to, self._deadline))
 
     def close(self) -> None:
-        # gloo cannot abort a transfer, but without its backend its connections close, and peers notice at
-        # once.
+        # gloo cannot abort a transfer, but its connections close, and peers notice at once.
         self._backend = None
 
 
@@ -153,12 +140,7 @@ def _naming(node: int) -> Iterator[None]:
 
 
 class NcclRail(Rail):
-    """CUDA tensors, through a communicator of NCCL that belongs to this rail alone.
-
-    Its stream has high priority and its kernels few CTAs, so that they start beside a GEMM that leaves `sms`
-    SMs free. The host waits for no transfer. `on_start` is told every transfer that has been enqueued; who
-    sets it keeps their deadlines.
-    """
+    """CUDA tensors, by a communicator of its own, of few CTAs. No host waits: `on_start` keeps deadlines."""
 
     engine = "NCCL"
     sms = NCCL_CTAS
@@ -209,9 +191,7 @@ class NcclRail(Rail):
 
 
 class NcclTransfer:
-    """A transfer of NcclRail. Keeps no tensor alive: torch does, until wait(), and then what the stream holds
-    comes before any reuse of the memory.
-    """
+    """Keeps no tensor alive: torch does, until wait(); then the stream orders any reuse of the memory."""
 
     _FILL_BYTES = 1 << 20
 
@@ -231,10 +211,7 @@ class NcclTransfer:
         return bool(self._work.is_completed())
 
     def poison(self) -> None:
-        """Sets every bit that it receives, which makes NaN of all floating types, and waits until that is
-        done. By a copy engine: SMs may all be busy. No work that uses the memory again can have run, as it is
-        behind this transfer on its stream.
-        """
+        """Makes NaN of what it receives, and waits for that; by a copy engine, as SMs may all be busy."""
         address, nbytes, device = self._received
         storage = _torch_c._construct_storage_from_data_pointer(address, device, nbytes)
         memory: Any = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

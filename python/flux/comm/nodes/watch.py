@@ -1,9 +1,5 @@
-"""Deadlines of exchanges on GPUs.
-
-NCCL's kernels wait for ever, so a thread looks after them. When a transfer has been due for longer than the
-deadline, or another rank has given up, the thread fills what was to be received with NaN, which no result
-hides, and then aborts the communicator: its kernels end, the stream goes on, and the next call or flux.check
-raises.
+"""Deadlines of exchanges on GPUs, as NCCL's kernels wait for ever: a thread fills what is late with NaN, that
+no result hides, and aborts the communicator. The stream goes on; the next call raises.
 """
 
 from __future__ import annotations
@@ -19,10 +15,7 @@ from flux.comm.nodes.rail import NcclTransfer
 
 
 class Watch:
-    """Looks after the transfers of one rail, which start in the order in which they are told. The deadline
-    counts from when the stream has come to one. someone_failed: a rank that has given up. give_up: closes the
-    rail, records the failure of the workspace, and tells the other ranks.
-    """
+    """Looks after the transfers of a rail, in order; a deadline counts from when the stream comes to one."""
 
     def __init__(
         self, timeout_s: float, someone_failed: Callable[[], int | None], give_up: Callable[[str], None]

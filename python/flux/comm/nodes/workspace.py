@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -28,9 +29,7 @@ _GRACE_S = 5.0
 
 
 class NodesWorkspace(Workspace):
-    """Has no memory of its own, and never grows. Calls run on the workspaces of nodes, and exchange on rails.
-    `node` and `local` are this node, and this rank's number in it; `way` is FLUX_NODES.
-    """
+    """Has no memory. `node` and `local` are this node, and this rank's number in it; `way` is FLUX_NODES."""
 
     carrier = "nodes"
     topology: Topology
@@ -74,9 +73,7 @@ class NodesWorkspace(Workspace):
         get: Callable[[ProcessGroup, torch.device, str], Workspace],
         release: Callable[[ProcessGroup], None],
     ) -> None:
-        """Collective: makes the groups of node and rail, in this order on all ranks, and warms the rail up.
-        get, release: a workspace of a group and a device, and the end of a group's.
-        """
+        """Collective: makes the groups of node and rail. get, release: makes and ends a group's workspace."""
         if self.why_not is not None:
             return
         token = hashlib.sha256(self._rendezvous.place.encode()).hexdigest()[:16]
@@ -129,9 +126,7 @@ class NodesWorkspace(Workspace):
 
     @contextmanager
     def calling(self, call: Call, same: Same) -> Iterator[int]:
-        """On CPUs compares every call of all ranks of all nodes; on GPUs with FLUX_DEBUG=compare, and where
-        the node's workspace has to grow. Names who is behind if the call does not end in time.
-        """
+        """Compares on CPUs every call; on GPUs with FLUX_DEBUG=compare, and where the node's may grow."""
         self.raise_if_failed()
         if self.rail is None:
             yield 0
@@ -159,7 +154,6 @@ class NodesWorkspace(Workspace):
         transfer.wait()
 
     def inside(self, where: str) -> None:
-        """Tells that the call goes on inside the node."""
         self._where = where
 
     @contextmanager
@@ -178,9 +172,7 @@ class NodesWorkspace(Workspace):
             raise self._failed(op, peer, self._where, error.detail) from error
 
     def _failed(self, op: str, peer: int, where: str, why: str = "", waits: bool = True) -> CommTimeoutError:
-        """Gives up: tells the other ranks, closes the rail, and finds out who is behind. waits: for `peer`,
-        and not only because that has given up.
-        """
+        """Gives up: tells the other ranks, closes the rail, finds out who is behind. waits: for `peer`."""
         if isinstance(self.failure, CommTimeoutError):
             return self.failure
         board = self._board()
@@ -202,7 +194,6 @@ class NodesWorkspace(Workspace):
         return _Board(groups.store_of(self.group), self._rendezvous.place)
 
     def _someone_failed(self) -> int | None:
-        """A rank that has given up, or None. Does not raise."""
         return self._board().first()
 
     def _give_up(self, where: str) -> None:
@@ -254,22 +245,18 @@ class _Board:
         self._place = f"{place}/gave-up"
 
     def write(self, rank: int, place: Place) -> None:
-        try:
-            self._store.set(f"{self._place}/{rank}", json.dumps(place._asdict()))
+        with contextlib.suppress(RuntimeError):  # the process that holds the store may have died
+            self._store.set(f"{self._place}/{rank}", json.dumps(place))
             self._store.set(self._place, str(rank))
-        except RuntimeError:
-            pass  # the process that holds the store may be the one that has died
 
     def first(self) -> int | None:
-        try:
+        """A rank that has given up, or None."""
+        with contextlib.suppress(RuntimeError, ValueError):
             return int(self._store.get(self._place)) if self._store.check([self._place]) else None
-        except (RuntimeError, ValueError):
-            return None
+        return None
 
     def follow(self, rank: int, peer: int, where: str, grace_s: float) -> tuple[int, str]:
-        """The rank at the end of the chain of ranks that wait for each other, and where it is waited for. A
-        chain that comes back to `rank` ends at `peer`, which has given up before this rank came.
-        """
+        """The end of the chain of ranks that wait for each other, and where; of a circle `peer`."""
         behind, seen, visited = peer, where, {rank}
         deadline = time.monotonic() + grace_s
         while behind not in visited:
@@ -282,13 +269,11 @@ class _Board:
 
     def _read(self, rank: int, deadline: float) -> Place | None:
         key = f"{self._place}/{rank}"
-        try:
-            while True:
-                if self._store.check([key]):
-                    told = json.loads(self._store.get(key))
-                    return Place(int(told["waits_for"]), str(told["where"])[:200])
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+            while not self._store.check([key]):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.02)
-        except (RuntimeError, ValueError, KeyError, TypeError):
-            return None
+            waits_for, where = json.loads(self._store.get(key))
+            return Place(int(waits_for), str(where)[:200])
+        return None
