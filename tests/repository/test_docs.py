@@ -136,17 +136,3 @@ def test_arguments_are_those_of_the_code(page: Path) -> None:
 def test_wrong_arguments_are_found(text: str, wrong: list[str]) -> None:
     assert wrong_arguments(text) == wrong
     assert {"flux.gemm_rs", "flux.moe.route", "flux.moe.MoEMLP", "column_linear", "ParallelMLP"} <= LISTED
-
-
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("what is it?", "a matrix multiplication and the communication around it as one GPU kernel"),
-        ("can I use it?", "**Needs**: Linux, Hopper GPUs of one host"),
-        ("how much do I gain?", "| 4× H200 | vLLM's defaults | 1."),
-        ("how do I start?", "FLUX_CUDA=on pip install ."),
-    ],
-)
-def test_the_readme_first_answers_a_newcomer(question: str, answer: str) -> None:
-    first = (ROOT / "README.md").read_text().splitlines()[:60]
-    assert answer in " ".join(first), question

@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, its links lead somewhere, and a broken page fails it."""
+"""The documentation site builds without a warning, of which a link that leads nowhere is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urlparse
+from urllib.parse import urlparse
 
 import pytest
 
@@ -23,20 +23,17 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING
 
 
 class Page(HTMLParser):
-    """Ids of a page, what it links to, and what it loads."""
+    """Ids of a page, and what it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: set[str] = set()
-        self.links: list[str] = []
         self.loads: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self.ids |= {value for name in ("id", "name") if (value := values.get(name))}
-        if tag == "a" and (link := values.get("href")):
-            self.links.append(link)
         source = values.get("href") if tag == "link" else values.get("src")
         if source:
             self.loads.append(source)
@@ -59,31 +56,12 @@ def read(site: Path) -> dict[Path, Page]:
     return {path: Page(path.read_text()) for path in site.rglob("*.html")}
 
 
-def broken(pages: dict[Path, Page]) -> list[str]:
-    """Links and loads that lead to no file of the site, or to no place in a page of it."""
-    found = []
-    for path, page in pages.items():
-        for target in (*page.links, *page.loads):
-            address, anchor = urldefrag(target)
-            if urlparse(target).scheme:
-                continue
-            file = (path.parent / unquote(urlparse(address).path)).resolve() if address else path
-            here = not anchor or file not in pages or unquote(anchor) in pages[file].ids
-            if not (file.is_file() and here):
-                found.append(f"{path.name}: {target}")
-    return found
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     out = tmp_path_factory.mktemp("site")
     result = build(ROOT / "docs", out)
     assert (result.returncode, result.stdout) == (0, ""), result.stdout
     return read(out / "html")
-
-
-def test_links_of_the_site(site: dict[Path, Page]) -> None:
-    assert broken(site) == []
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
@@ -97,16 +75,6 @@ def test_every_page_and_name_is_there(site: dict[Path, Page]) -> None:
     assert sources <= {path.relative_to(root) for path in site}
     reference = set().union(*(page.ids for path, page in site.items() if path.parent.name == "api"))
     assert set(public()) <= reference
-
-
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "b.html").write_text('<p id="here">')
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#here"></a><a href="b.html#there"></a><a href="c.html"></a>'
-        '<a href="https://arxiv.org/x"></a><img src="d.svg"><a href="#top"></a>'
-    )
-    targets = ("b.html#there", "c.html", "#top", "d.svg")
-    assert broken(read(tmp_path)) == [f"a.html: {target}" for target in targets]
 
 
 def test_a_broken_page_fails_the_build(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,6 @@ from flux.integrations.dtensor import (
     FluxColwiseParallel,
     FluxRowwiseParallel,
     FluxSharedColwiseParallel,
-    SharedOutputs,
 )
 from flux.layers import functional
 
@@ -276,54 +274,6 @@ def test_what_is_left_to_torch() -> None:
     assert dtensor.why_not_linear(nn.Linear(4, 6), 4, 1) is None
 
 
-def test_shared_outputs() -> None:
-    calls = []
-
-    def compute(layers: list[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
-        calls.append(len(layers))
-        return [x + layer.bias for layer in layers]
-
-    layers = [nn.Linear(1, 2) for _ in range(2)]
-    with torch.no_grad():
-        for i, layer in enumerate(layers):
-            layer.bias.fill_(i + 1)
-    shared, module = SharedOutputs(layers, compute), nn.Module()
-    x = torch.zeros(2)
-
-    def check(i: int, x: torch.Tensor, expected: float, computed: list[int]) -> None:
-        assert shared.output(i, x)[0] == expected and calls == computed
-        calls.clear()
-
-    check(0, x, 1, [1])  # nobody says that the others will be called
-    check(1, x, 2, [1])
-    shared.begin(module, ())
-    check(0, x, 1, [2])
-    check(1, x, 2, [])
-    check(1, x, 2, [2])  # both outputs had been given away
-    x += 10  # what was computed for the old contents must not come back
-    check(0, x, 11, [2])
-    other = torch.ones(2)
-    check(1, other, 3, [2])
-    check(0, other, 2, [])
-    check(0, x, 11, [2])
-    with torch.no_grad():
-        layers[1].bias.fill_(5)
-    check(1, x, 15, [2])
-    with torch.no_grad():
-        check(0, x, 11, [2])
-    assert shared.output(1, x).requires_grad and calls == [2]
-    layers[0].bias = nn.Parameter(torch.full((2,), 7.0))
-    calls.clear()
-    check(0, x, 17, [2])
-    check(1, x.requires_grad_(), 15, [2])
-    check(0, x, 17, [])
-    check(0, x, 17, [2])
-    alive = weakref.ref(shared._outputs[1])
-    shared.end(module, (), None)
-    assert alive() is None and shared._read == [], "it keeps nothing alive"
-    check(1, x, 15, [1])
-
-
 class Branches(Mlp):
     """Two layers that read the same input; `switch` happens between them."""
 
@@ -370,6 +320,9 @@ def no_stale_outputs(rank: int, p: int) -> str:
         branches.gate(x)
         branches.load_state_dict(state, assign=True)
     compare("after load_state_dict(assign=True)", model.up(x), stock.up(x))
+    y, z = x.clone(), x.clone()
+    ours, theirs = model(y, lambda: y.add_(10)), stock(z, lambda: z.add_(10))
+    compare("an input that changes between its layers", ours[1], theirs[1])
     for branches in (stock, model):
         with contextlib.suppress(ZeroDivisionError):
             branches(x, lambda: 1 // 0)

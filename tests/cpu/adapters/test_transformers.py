@@ -164,20 +164,3 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
     with pytest.raises(ImportError, match=f"expected transformers 5.16 or newer, got {hf.__version__}"):
         importlib.import_module(ours)
-
-
-def test_install_and_uninstall(caplog: pytest.LogCaptureFixture) -> None:
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-
-    from flux.integrations import transformers as ours
-
-    before = ALL_PARALLEL_STYLES["rowwise"]
-    for _ in range(2):
-        with caplog.at_level(logging.WARNING):
-            ours.install()
-            ours.install()
-        assert isinstance(ALL_PARALLEL_STYLES["rowwise"], ours.FluxRowwiseParallel)
-        assert isinstance(ALL_PARALLEL_STYLES[ours.STYLE], ours.FluxRowwiseParallel)
-        ours.uninstall()
-        ours.uninstall()
-        assert ALL_PARALLEL_STYLES["rowwise"] is before

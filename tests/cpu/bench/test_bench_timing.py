@@ -13,7 +13,7 @@ from flux.bench import timing
 from flux.bench.cases.common import Context, rotating
 from flux.bench.cases.operands import random_operands
 from flux.bench.suites import Problem
-from flux.bench.timing import CpuTimer, GpuTimer, drawn
+from flux.bench.timing import GpuTimer, drawn
 
 CYCLES_PER_MS = 1_000_000.0
 
@@ -201,17 +201,6 @@ def test_a_candidate_that_waits_for_the_gpu_does_not_make_the_others_rest(gpu: F
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:
     timer = make_timer(gpu)
     assert timer.host_us(lambda: gpu.enqueue("a", gpu_ms=5.0, host_ms=0.012)) == pytest.approx(12.0)
-
-
-def test_cpu_timer_counts_calls() -> None:
-    count = {"a": 0, "b": 0}
-
-    def call(name: str) -> None:
-        count[name] += 1
-
-    samples = CpuTimer(None).interleaved({n: lambda n=n: call(n) for n in count}, 3, 2)
-    assert count == {"a": 6, "b": 6}
-    assert all(len(s) == 2 and min(s) > 0 for s in samples.values())
 
 
 def test_data_is_random_normal() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import os
-import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -120,28 +116,6 @@ def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) ->
     assert become(ENDED, child)
 
 
-def test_stopped_engines_end_with_a_benchmark_that_is_killed(benchmark: Any, settings: Any) -> None:
-    read, write = os.pipe()
-    if (killed := os.fork()) == 0:
-        engine = benchmark.Engine("stock-graph", settings)
-        engine.come_up(time.monotonic() + 60)
-        os.write(write, str(engine.process.pid).encode())
-        time.sleep(60)
-        os._exit(0)
-    os.close(write)
-    engine = int(os.read(read, 100) or 0)
-    os.close(read)
-    stopped = engine and become(STOPPED, engine)
-    os.kill(killed, signal.SIGKILL)
-    os.waitpid(killed, 0)
-    ended = engine and become(ENDED, engine)
-    with contextlib.suppress(ProcessLookupError):
-        if engine:
-            os.killpg(engine, signal.SIGKILL)
-    assert stopped
-    assert ended
-
-
 @pytest.mark.parametrize(
     ("defaults", "given", "off"),
     [
@@ -230,9 +204,7 @@ def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch
     assert [len(prompt) for prompt in single] == [8]
 
 
-def test_a_gpu_with_a_low_clock_ends_the_benchmark(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_with_a_low_clock_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at 85 °C and 390 MHz had slowed down all engines to a third."""
     from flux import machine
     from flux.bench.record import take_clocks
@@ -245,21 +217,3 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     fault = "GPU 0 runs at 390 of 1980 MHz under load, at 85 °C"
     assert take_clocks(record, "gpus_load") == [fault]
     assert record["machine"]["gpus_load"] == gpus
-
-    class Started:
-        ready = False
-
-        def __init__(self, run: str, settings: Any) -> None: ...
-
-    stopped: list[str] = []
-    monkeypatch.setattr(benchmark, "Engine", Started)
-    monkeypatch.setattr(benchmark, "stop", lambda engines: stopped.extend(engines))
-    described = {**dict.fromkeys(("version", "commit", "date"), ""), "machine": {}}
-    described["settings"] = {"model": {"layers": 1}, "tp": 2}
-    monkeypatch.setattr(benchmark, "describe", lambda settings, work: described)
-    file = tmp_path / "result.json"
-    options = ["--runs", "stock-graph", "--json", str(file), "--logs", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["vllm_throughput.py", *options])
-    assert benchmark.main() == 1
-    assert stopped == ["stock-graph"]
-    assert json.loads(file.read_text())["faults"] == [fault]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
 from test_bench_record import make_record
 from typer.testing import CliRunner
@@ -22,7 +21,7 @@ import flux
 from flux._files import write_json
 from flux.bench import record, report
 from flux.bench.record import Record
-from flux.cli import app, doctor, findings, options, verify
+from flux.cli import app, doctor, findings, verify
 from flux.cli import bench as bench_cli
 from flux.cli.findings import Finding
 
@@ -334,9 +333,3 @@ def test_doctor_shows_nonsense_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["FLUX_CUDA"].state == "info" and "(read when flux is built)" in found["FLUX_CUDA"].value
     assert found["FLUX_WEATHER"].value == r"'a\n\x1b[31mb' (flux does not read it)"
     assert "FLUX_CUTLASS_DIR" not in found and "are not set" in found["FLUX_* variables"].value
-
-
-def test_whole_and_real_take_what_they_allow() -> None:
-    assert (options.whole()("7"), options.whole(1, 8)(8), options.real(1.0)("2.5")) == (7, 8, 2.5)
-    with pytest.raises(typer.BadParameter, match="from 1 to 8, got '9'"):
-        options.whole(1, 8)("9")

@@ -90,19 +90,6 @@ def test_other_json_is_one_line(what: str, texts: list[str], tmp_path: Path) -> 
             assert line.endswith(f"{file} {what}")
 
 
-def test_what_is_no_json(tmp_path: Path) -> None:
-    for name, content, why in (
-        ("a", b"", "it is empty"),
-        ("b", b"some text", "Expecting value"),
-        ("c", b"\xff\xfe\x00", "byte 0: expected UTF-8, got 0xff"),
-        ("d", b"[" * 100_000, "expected at most 64 levels, got more"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert why in refusal(tmp_path / name)
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
-        assert f"file {path}: {why}" in refusal(path)
-
-
 def test_only_results_of_bench_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
     (tmp_path / "doctor.json").write_text('{"findings": [], "date": "today"}')

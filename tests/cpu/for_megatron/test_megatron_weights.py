@@ -238,22 +238,6 @@ def test_main_grads_at_equal_distances_are_one_tensor(
     assert buffer.count_nonzero() == 9 + 12  # x begins with a zero; nothing else was written
 
 
-def test_what_autograd_gets_for_main_grads_takes_the_memory_of_one_weight() -> None:
-    """Megatron's hooks want a gradient, and read none."""
-    from flux.integrations.megatron import experts
-
-    weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
-    for weight in weights:
-        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    given = experts._placeholders(weights, torch.bfloat16)
-    assert {(x.shape, x.stride(), x.dtype, x.requires_grad) for x in given if x is not None} == {
-        (weights[0].shape, weights[0].stride(), torch.bfloat16, False)
-    }
-    assert len(given) == 5 and len({x.untyped_storage().data_ptr() for x in given if x is not None}) == 1
-    assert given[0] is not None and given[0].untyped_storage().nbytes() == 24
-    assert all(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]
-
-
 def test_what_is_copied() -> None:
     from flux.integrations.megatron.experts import stacked
 
@@ -363,22 +347,3 @@ def test_what_is_left_alone() -> None:
     addresses = [w.data_ptr() for w in freed]
     lay_out(freed)
     assert [w.data_ptr() for w in freed] == addresses, "memory that was freed for a while"
-
-
-@pytest.mark.parametrize("slices", [(4, 2), (6, 2), (6, 3), (3, 1), (8, 8)])
-def test_experts_are_numbered_in_reverse_within_slices(slices: tuple[int, int]) -> None:
-    from flux.integrations.megatron.moe import chosen
-
-    experts, count = slices
-    size = experts // count
-    probs = torch.arange(4 * experts).view(4, experts) + 0.5
-    routing_map = torch.zeros(4, experts, dtype=torch.bool)
-    routing_map[torch.arange(4), torch.tensor([0, 1, 2, experts - 1])] = True
-    routing_map[0, experts - 1] = True
-    ids, weights = chosen(routing_map, probs, 2, size)
-    numbers = [e // size * size + size - 1 - e % size for e in range(experts)]
-    assert sorted(numbers) == list(range(experts))
-    for token in range(4):
-        pairs = {(numbers[e], float(probs[token, e])) for e in range(experts) if routing_map[token, e]}
-        found = zip(ids[token].tolist(), weights[token].tolist(), strict=True)
-        assert {(i, w) for i, w in found if i >= 0} == pairs

@@ -338,12 +338,6 @@ def test_which_layers(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
         assert ours.call_args.args[2] is None
 
 
-def test_pass_mode_leaves_eager_models_alone(vllm: Modules, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_VLLM", "pass")
-    plugin.register()
-    assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_batch_invariant(vllm: Modules, monkeypatch: MonkeyPatch, kept: bool) -> None:
     """All batches of a layer are flux's, whatever limits are set; or none, if flux is told not to be so."""
@@ -393,15 +387,3 @@ def rows_that_differ(rank: int, world_size: int) -> list[str]:
 def test_rows_have_the_same_bits_in_any_batch(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "5")
     assert spawn(rows_that_differ, 2, backend="gloo") == [[], []]
-
-
-def test_sums_are_told(vllm: Modules, caplog: LogCaptureFixture) -> None:
-    plugin.register()
-    row_parallel(vllm, WEIGHT, quant_method=object())
-    reports.report.ranges[1, 100] = "flux 64 other sums with norm"
-    with caplog.at_level("INFO", "vllm.flux"):
-        start(vllm)
-    (line,) = [record.message for record in caplog.records]
-    told = "Compiled for 1 to 100 tokens: flux 64 other sums with norm. "
-    assert f"no layers, but sums with norm. {told}" in line
-    assert line.endswith("vLLM's own: 1 row-parallel linear layer: weights are quantised (object)")

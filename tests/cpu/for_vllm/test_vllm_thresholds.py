@@ -196,15 +196,6 @@ def test_all_that_is_decided_of_a_layer(
     assert ranges_of(Layer(*SHAPE, **layer), FUSED, Settings(**settings)) == expected
 
 
-@pytest.mark.parametrize("fused", [0, 30, 100, 8192])
-def test_where_ranges_begin(fused: int) -> None:
-    """Where the layer begins, few tokens end, and many begin; not where both sides are vLLM's."""
-    assert replace(BY_DEFAULT, fused=fused).starts() == {1, 65, 1536}
-    late = replace(BY_DEFAULT, begin=9, few=range(0), behind=range(9, 65), fused=fused)
-    assert late.starts() == {0, 1536, *(at for at in (9, 65) if at > fused)}
-    assert late.starts_of_sums() == {at for at in (1, 65) if at > fused}
-
-
 @pytest.mark.parametrize(
     ("measured", "nbytes"),
     [
@@ -313,18 +304,3 @@ def test_a_file_of_another_kind(monkeypatch: MonkeyPatch, tmp_path: Path, caplog
         assert ranges_on(CPU, Layer(*SHAPE)).begin == 1536
         line = caplog.records[-1].message
         assert f"FLUX_VLLM_TUNING: result of flux bench {file}: expected" in line and "not used" in line
-
-
-def test_sequence_parallel_from() -> None:
-    def begins(n: int, ranks: int, **more: Any) -> int | None:
-        return ranges_on(GPU, Layer(n, 2048, ranks, **more)).sequence
-
-    with on(H200):
-        # On 8 nothing was measured: twice as large sums.
-        assert [begins(8192, ranks) for ranks in (2, 4, 8)] == [768, 768, 1536]
-        # Where a layer is several calls of flux, the host needs work for the GPU meanwhile.
-        assert [begins(8192, p, experts=True) for p in (2, 4, 8)] == [803, 1605, 3210]
-        assert begins(4096, 2) == 1536
-        assert begins(16384, 2) == 384, "12 MiB"
-    with on(replace(H200, arch="sm_100", sms=148)):
-        assert begins(16384, 2) == 768, "not measured: twice as large sums"
