@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from flux import _invariance
 from flux.calls import argument_types, checks, transforms
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
-from flux.calls.schemas import PUBLIC_NAMES, library
+from flux.calls.schemas import PUBLIC_NAMES, implement
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING, Same, Workspace
@@ -346,10 +346,7 @@ def register(op: Collective, *variants: str, casts: bool = False, maps: bool = T
         kinds = {PUBLIC_NAMES.get(each.name, each.name): str(each.type) for each in arguments}
         inputs |= {each: None for each, kind in kinds.items() if "Tensor" in kind and each != "out"}
         _ARGUMENTS[name] = list(kinds)
-        eager, fake = (_registered(op, name, function) for function in (below, _fake))
-        for device in ("CPU", "CUDA"):
-            library.impl(name, eager, device)
-        torch.library.register_fake(f"flux::{name}", fake, lib=library)
+        implement(name, *(_registered(op, name, function) for function in (below, _fake)))
         if casts and not name.endswith("_out"):
             transforms.casts(name)
         if maps and not name.endswith("_out"):

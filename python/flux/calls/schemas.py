@@ -7,12 +7,23 @@ Uses plain ``Library.impl``, because the dispatch of ``custom_op`` takes too muc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
+
+
+def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any], on_gpu: Any = None) -> Any:
+    """Registers what an operator is on CPUs and GPUs, and on tensors without data; returns the operator."""
+    library.impl(name, run, "CPU")
+    library.impl(name, on_gpu or run, "CUDA")
+    torch.library.register_fake(f"flux::{name}", fake, lib=library)
+    return getattr(torch.ops.flux, name).default
+
+
 define = library.define
 public = functools.partial(define, tags=(torch.Tag.pt2_compliant_tag,))
 

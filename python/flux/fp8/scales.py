@@ -29,13 +29,9 @@ Accumulate = Literal["promoted", "fast"]
 
 
 class Scaling(NamedTuple):
-    """The facts of fp8 operands on which a plan depends.
-
-    Attributes:
-        kind: "row" (one scale for each row and column, or for all of them), or "block"; of gemm "tensor", too
-            (one scale for all rows, and one for all columns).
-        out_dtype: of the result.
-        fast: partial sums stay in the tensor core, and are not promoted to fp32.
+    """The facts of fp8 operands on which a plan depends. kind: "row" (one scale for each row and column, or
+    for all of them), or "block"; of gemm "tensor", too (one for all rows, one for all columns). fast:
+    partial sums stay in the tensor core, and are not promoted to fp32.
     """
 
     kind: str

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from flux import _invariance
 from flux.calls import argument_types, checks, transforms
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
+from flux.calls.schemas import implement
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.group import process_group
@@ -222,7 +222,9 @@ class Slots:
 
 def register(op: Operator) -> None:
     """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
-    for device in ("CPU", "CUDA"):
-        library.impl(op.torch_operator, lambda *given: below(op, _of_arguments(op, *given)), device)
-    torch.library.register_fake(f"flux::{op.torch_operator}", functools.partial(_fake, op), lib=library)
+    implement(
+        op.torch_operator,
+        lambda *given: below(op, _of_arguments(op, *given)),
+        functools.partial(_fake, op),
+    )
     transforms.casts(op.torch_operator)

@@ -88,8 +88,7 @@ def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
 
     slices = torch.arange(layout.ep_size, device=device)[:, None, None]
     own = ids[rank]
-    routed = (own >= 0) & (own < layout.num_experts)
-    wanted = routed & (own // experts == slices)
+    wanted = own // experts == slices  # of no slice if it is not routed
     compact = torch.full_like(slices[:, 0, 0], layout.ep_size > 1, dtype=torch.bool)
     sent, _, _ = _number_tokens(wanted.any(2), compact)
     firsts = torch.where(wanted, own % experts, experts).amin(2)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from flux import _native
 from flux.calls import argument_types, checks, front
 from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
-from flux.calls.schemas import library
+from flux.calls.schemas import implement
 from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
@@ -436,14 +436,6 @@ _GATHER = replace(
 )
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("moe_route", _eager, _device)
-    library.impl("moe_tokens_of_rows", _tokens, _device)
-torch.library.register_fake("flux::moe_route", _fake, lib=library)
-torch.library.register_fake(
-    "flux::moe_tokens_of_rows", lambda rows, *_: rows.new_empty(rows.shape), lib=library
-)
-
-_op: Any = torch.ops.flux.moe_route.default
-_tokens_op: Any = torch.ops.flux.moe_tokens_of_rows.default
+_op = implement("moe_route", _eager, _fake)
+_tokens_op = implement("moe_tokens_of_rows", _tokens, lambda rows, *_: rows.new_empty(rows.shape))
 _kernel: Any = torch.ops.flux._moe_route.default

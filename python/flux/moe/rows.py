@@ -11,7 +11,7 @@ import torch
 
 from flux import _native
 from flux._memory import readable, readable_if_any, wide_type
-from flux.calls.schemas import library
+from flux.calls.schemas import implement, library
 from flux.comm import cuda, repeat
 from flux.moe import reference
 from flux.ops.grouped_gemm import NUMBERS, activate, silu_slope
@@ -59,8 +59,7 @@ def finish_activation(
 
 def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     """The activation of products [R, N], in the wide type and rounded once. Differentiable."""
-    result: Tensor = _activate_op(product, offsets, activation)
-    return result
+    return _activate_op(product, offsets, activation)  # type: ignore[no-any-return]
 
 
 def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
@@ -204,23 +203,18 @@ def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation:
     return out
 
 
-def _step(name: str, run: Any, fake: Any) -> Any:
-    for device in ("CPU", "CUDA"):
-        library.impl(f"moe_{name}", run, device)
-    torch.library.register_fake(f"flux::moe_{name}", fake, lib=library)
-    return getattr(torch.ops.flux, f"moe_{name}").default
-
-
-_gather_op = _step("gather_rows", _gather, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1]))
-_finish_op = _step("finish_rows", _finish, lambda rows, offsets, scores, x: _dots(rows, x))
-_finish_activation_op = _step(
-    "finish_activation",
+_gather_op = implement(
+    "moe_gather_rows", _gather, lambda x, tokens, *_: x.new_empty(tokens.shape[0], x.shape[1])
+)
+_finish_op = implement("moe_finish_rows", _finish, lambda rows, offsets, scores, x: _dots(rows, x))
+_finish_activation_op = implement(
+    "moe_finish_activation",
     _finish_activation,
     lambda rows, product, *_: (product.new_empty(product.shape), _dots(rows, rows)),
 )
-_activate_op = _step("activate_rows", _activate, _activated_like)
-_activation_grad_op = _step(
-    "activation_grad", _activation_grad, lambda grad, product, *_: product.new_empty(product.shape)
+_activate_op = implement("moe_activate_rows", _activate, _activated_like)
+_activation_grad_op = implement(
+    "moe_activation_grad", _activation_grad, lambda grad, product, *_: product.new_empty(product.shape)
 )
 torch.library.register_autograd(
     "flux::moe_activate_rows", _activate_backward, setup_context=_activate_setup, lib=library

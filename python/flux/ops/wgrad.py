@@ -13,7 +13,7 @@ from flux import _env
 from flux._log import say_once
 from flux._memory import aligned, wide_type
 from flux.calls import argument_types, checks, transforms
-from flux.calls.schemas import library
+from flux.calls.schemas import implement
 from flux.comm import cuda
 from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
 from flux.plan.choose import PlanInput, why_not_fused
@@ -305,17 +305,9 @@ def _accum_cuda(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tens
         _accum_cpu(grad_output, x, offsets, main_grad)
 
 
-for _name, _on_cpu, _on_gpu, _without_data in (
-    ("wgrad_accum", _dense, _dense, _dense_fake),
-    ("grouped_wgrad", _by_loop, _cuda, _fake),
-    ("grouped_wgrad_accum", _accum_cpu, _accum_cuda, _accum_fake),
-):
-    library.impl(_name, _on_cpu, "CPU")
-    library.impl(_name, _on_gpu, "CUDA")
-    torch.library.register_fake(f"flux::{_name}", _without_data, lib=library)
-transforms.maps("grouped_wgrad")
-
+implement("wgrad_accum", _dense, _dense_fake)
 # For each expert e: grad[rows of e]ᵀ · x[rows of e]. Its backward pass: flux/moe/autograd.py.
-expert_grads: Any = torch.ops.flux.grouped_wgrad.default
-_accum: Any = torch.ops.flux.grouped_wgrad_accum.default
+expert_grads = implement("grouped_wgrad", _by_loop, _fake, _cuda)
+transforms.maps("grouped_wgrad")
+_accum = implement("grouped_wgrad_accum", _accum_cpu, _accum_fake, _accum_cuda)
 _kernel: Any = torch.ops.flux._grouped_wgrad.default

@@ -51,6 +51,7 @@ class NodesWorkspace(Workspace):
         self._where = ""  # what the call waits for
         self._calls = 0
         self._largest: dict[str, tuple[int, ...]] = {}  # m, n and k that calls of each operator have had
+        self._board = _Board(groups.store_of(group), met.rendezvous.place)
         super().__init__(met)
 
     @property
@@ -100,7 +101,7 @@ class NodesWorkspace(Workspace):
             if self.device.type == "cuda":
                 backend = NcclRail.make_backend(kept, nodes, self.node, self.timeout_s)
                 self.rail = NcclRail(backend, nodes, self.node)
-                self._watch = Watch(self.timeout_s, self._someone_failed, self._give_up)
+                self._watch = Watch(self.timeout_s, self._board.first, self._give_up)
                 self.rail.on_start = self._watch.started
             else:
                 self.rail = GlooRail(kept, nodes, self.node, self.timeout_s)
@@ -175,12 +176,11 @@ class NodesWorkspace(Workspace):
         """Gives up: tells the other ranks, closes the rail, finds out who is behind. waits: for `peer`."""
         if isinstance(self.failure, CommTimeoutError):
             return self.failure
-        board = self._board()
         if waits:
-            board.write(self.rank, Place(peer, where))
+            self._board.write(self.rank, Place(peer, where))
         if self.rail is not None:
             self.rail.close()
-        behind, seen = board.follow(self.rank, peer, where, min(_GRACE_S, self.timeout_s))
+        behind, seen = self._board.follow(self.rank, peer, where, min(_GRACE_S, self.timeout_s))
         told = f"Behind is node {self.topology.node_of(behind)}, rank {behind}, in {seen}."
         if behind != peer and waits:
             told += f" Rank {self.rank} itself waited for rank {peer} in {where}."
@@ -190,15 +190,9 @@ class NodesWorkspace(Workspace):
             self.inner.failure = self.inner.failure or error
         return error
 
-    def _board(self) -> _Board:
-        return _Board(groups.store_of(self.group), self._rendezvous.place)
-
-    def _someone_failed(self) -> int | None:
-        return self._board().first()
-
     def _give_up(self, where: str) -> None:
         """What the watch of a GPU calls: a transfer is late, or another rank has given up."""
-        gave_up = self._someone_failed()
+        gave_up = self._board.first()
         # The transfer is with all nodes of the rail: the next one stands for them.
         late = self.topology.rank_of((self.node + 1) % self.topology.nodes, self.local)
         self._failed("check", late if gave_up is None else gave_up, where, waits=gave_up is None)
@@ -212,7 +206,7 @@ class NodesWorkspace(Workspace):
             self.inside("a call inside the node")
             if self.inner is not None:
                 self.inner.check()
-        gave_up = self._someone_failed()
+        gave_up = self._board.first()
         if gave_up is not None:
             raise self._failed("check", gave_up, "a call", waits=False)
 
