@@ -192,13 +192,6 @@ def test_moved_lines_are_no_change(tools: Tools) -> None:
     assert tools.sources.share_changed(moved, {"a.cuh": ("inta;",)}) > 0
 
 
-def test_code_keeps_strings_with_slashes(tools: Tools) -> None:
-    assert tools.sources.code('f("// no comment");  // one\n#include <a>\n/* b\nc */ g();\n') == (
-        'f("//nocomment");',
-        "g();",
-    )
-
-
 def test_every_operator_of_a_source_table_exists(tools: Tools) -> None:
     """A renamed kernel would be an older one for ever."""
     for sources in tools.sources.SOURCES.values():

@@ -63,8 +63,3 @@ def test_results_wrong_uses_and_every_example_are_typed(tmp_path: Path) -> None:
     errors = re.findall(r"^(.+\.py):(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.MULTILINE)
     expected = [("planted.py", "4", "arg-type"), ("planted.py", "5", "unused-ignore")]
     assert errors == expected, result.stdout + result.stderr
-
-
-def test_layers_have_no_untyped_options() -> None:
-    for file in (ROOT / "python" / "flux" / "layers").glob("*.py"):
-        assert not re.search(r"\*\*\w+: Any", file.read_text()), file.name

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flux
-from flux.integrations import dtensor
 from flux.integrations.dtensor import (
     FluxColwiseParallel,
     FluxRowwiseParallel,
@@ -260,18 +259,6 @@ def compiled(rank: int, world_size: int) -> dict[str, str]:
     gathers = count_gathers(parallel(mesh, FLUX, Shard(1), True, shared=True), x)
     answers["gathers"] = "" if gathers == 1 else f"{gathers} gathers"
     return {name: answer for name, answer in answers.items() if answer}
-
-
-def test_what_is_left_to_torch() -> None:
-    class Other(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(input)
-
-    assert dtensor.why_not_linear(nn.Embedding(4, 4), 2, 0) == "Embedding is no nn.Linear"
-    assert dtensor.why_not_linear(Other(4, 4), 2, 0) == "Other is no nn.Linear"
-    assert dtensor.why_not_linear(nn.Linear(4, 4), 1, 0) == "the mesh has one rank"
-    assert "[6, 4] does not divide by 4 ranks" in str(dtensor.why_not_linear(nn.Linear(4, 6), 4, 0))
-    assert dtensor.why_not_linear(nn.Linear(4, 6), 4, 1) is None
 
 
 class Branches(Mlp):

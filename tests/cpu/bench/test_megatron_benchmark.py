@@ -126,18 +126,3 @@ def test_distance_of_gradients(benchmark: Any) -> None:
     theirs = {**copy.copy(ours), "b": torch.tensor([1.0])}
     del theirs["c"]
     assert benchmark.distance(ours, theirs) == pytest.approx(3 / 10**0.5)
-
-
-def test_options(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.options_of(["--cpu", "--graphs"])
-    assert "--graphs: needs GPUs" in capsys.readouterr().err
-    for asked in ("mixtral-8x7b:3", "llama-3-8b:2", "gpt-2"):
-        with pytest.raises(SystemExit):
-            benchmark.options_of(["--tp", "4", "--models", asked])
-        assert "--models: expected" in capsys.readouterr().err
-    options = benchmark.options_of(["--layers", "8", "--sequence", "8192"])
-    settings = benchmark.settings_of(options, "mixtral-8x7b:2")
-    model = settings.model
-    assert (settings.ep, model.layers, model.sequence, model.top_k) == (2, 8, 8192, 2)
-    assert benchmark.MODELS["qwen3-30b-a3b"].tiny().top_k == 2

@@ -262,9 +262,3 @@ def test_quick_doctor_measures_nothing(
 def test_a_probe_that_fails_is_an_answer() -> None:
     """The real process, on a machine where the measurement cannot work."""
     assert "error" in links.probe("push", 60.0)
-
-
-def test_help_lists_the_commands() -> None:
-    shown = runner.invoke(app, ["--help"])
-    assert shown.exit_code == 0
-    assert all(command in shown.stdout for command in ("bench", "tune", "verify", "doctor", "--version"))
