@@ -9,6 +9,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "gemm/gemm.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
@@ -31,6 +32,12 @@ struct Random {
     return values.begin()[below(static_cast<int>(values.size()))];
   }
 };
+
+inline flux::gemm::GemmArgs gemm_args(const Matrix& x, const Matrix& weight, bool transposed,
+                                      const Matrix& out, const void* bias, DType dtype, int config,
+                                      int num_sms, const flux::gemm::Scales& scales = {}) {
+  return {x, weight, transposed, out, bias, dtype, config, num_sms, scales};
+}
 
 // Tiles for 16-bit operands come before those for fp8.
 constexpr int k16BitTiles = [] {

@@ -16,6 +16,18 @@ namespace cases {
 using flux::gemm::ceil_div;
 using flux::gemm::kScaleBlock;
 
+inline int draw_fp8_tile(Random& random, bool (*wanted)(const flux::gemm::TileConfig&)) {
+  for (;;) {
+    const int config = random.below(flux::gemm::kNumTileConfigs);
+    const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
+    if (tile.is_fp8() && wanted(tile)) return config;
+  }
+}
+inline int draw_k(Random& random, int most_blocks) {
+  const int whole = 128 * random.between(1, most_blocks);
+  return random.below(3) == 0 ? whole - 16 * random.below(8) : whole;
+}
+
 // Of an integer that the type holds exactly.
 inline uint8_t fp8_of(int value, DType dtype) {
   if (dtype == DType::kE5M2)

@@ -59,16 +59,12 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
     // Offsets of the last rows in fp32 need 64 bits.
     const bool far = dtype == DType::kFloat32 && shape.m > 2;
     sums.emplace_back(0, "out", shape.m, shape.n, far ? (1 << 30) / (shape.m - 1) / 4 * 8 + 8 : padding);
-    const flux::gemm::GemmArgs args = {xs.back().matrix(),
-                                       weight.matrix(),
-                                       /*transpose_weight=*/false,
-                                       dtype == DType::kFloat32 ? sums.back().matrix() : outs.back().matrix(),
-                                       with_bias ? bias_data : nullptr,
-                                       dtype,
-                                       config,
-                                       num_sms,
-                                       scales_of(x_scales.back(), weight_scales, x_dtype, fast)};
-    flux::gemm::gemm(args, nullptr);
+    flux::gemm::gemm(gemm_args(xs.back().matrix(), weight.matrix(),
+                               /*transpose_weight=*/false,
+                               dtype == DType::kFloat32 ? sums.back().matrix() : outs.back().matrix(),
+                               with_bias ? bias_data : nullptr, dtype, config, num_sms,
+                               scales_of(x_scales.back(), weight_scales, x_dtype, fast)),
+                     nullptr);
   }
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
@@ -89,17 +85,9 @@ int extent(Random& random, int tile, int most_tiles, int step) {
   return std::max(step, random.below(2) == 0 ? whole : whole - step * random.below(tile / step));
 }
 
-int draw_tile(Random& random, bool (*wanted)(const TileConfig&)) {
-  for (;;) {
-    const int config = random.below(flux::gemm::kNumTileConfigs);
-    const TileConfig& tile = flux::gemm::kTileConfigs[config];
-    if (tile.is_fp8() && wanted(tile)) return config;
-  }
-}
-
 void ordinary(uint64_t seed) {
   Random random(seed);
-  const int config = draw_tile(random, flux::gemm::supports_keeping);
+  const int config = draw_fp8_tile(random, flux::gemm::supports_keeping);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
   const int size = cluster == Cluster::kNone ? 1 : 2;
@@ -116,7 +104,7 @@ void ordinary(uint64_t seed) {
 
 void split_k(uint64_t seed) {
   Random random(seed);
-  const int config = draw_tile(random, flux::gemm::supports_split);
+  const int config = draw_fp8_tile(random, flux::gemm::supports_split);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
   const int size = cluster == Cluster::kSplit2 ? 2 : 3;
@@ -153,7 +141,7 @@ void promotion(uint64_t seed) {
   const bool swaps = random.below(2) == 0, fast = !swaps && random.below(3) == 0;
   const int config =
       swaps ? flux::gemm::kFirstSwapAb + flux::gemm::kNumSwapAbConfigs - 1 - random.below(4)
-            : draw_tile(
+            : draw_fp8_tile(
                   random, fast ? [](const TileConfig& c) { return !c.promotes() && supports_keeping(c); }
                                : [](const TileConfig& c) { return c.promotes() && supports_keeping(c); });
   const bool blocks = !fast && random.below(2) == 0;

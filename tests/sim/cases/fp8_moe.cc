@@ -88,11 +88,6 @@ int draw_n(Random& random, int config, Activation activation, int tiles, bool bl
   return blocks && activation == Activation::kSwiglu ? ceil_div(n / 2, kScaleBlock) * 2 * kScaleBlock : n;
 }
 
-int draw_k(Random& random, int most_blocks) {
-  const int whole = 128 * random.between(1, most_blocks);
-  return random.below(3) == 0 ? whole - 16 * random.below(8) : whole;
-}
-
 void grouped_gemm(uint64_t seed) {
   Random random(seed);
   const auto dtype = draw_dtype(random);

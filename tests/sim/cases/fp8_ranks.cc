@@ -52,44 +52,20 @@ struct Product {
       x_scales.emplace_back(random, rank, "x's scales", problem.kinds.x, m, k, false, 1);
     }
   }
-  Sums of(int call) const {
-    const auto at = call;
-    return multiply(xs[at], x_scales[at], weight, weight_scales);
-  }
+  Sums of(int call) const { return multiply(xs[call], x_scales[call], weight, weight_scales); }
   flux::gemm::GemmArgs args(const Problem& problem, int call, const flux::runtime::Matrix& out, DType dtype,
                             const void* bias_data, int config, int num_sms) const {
-    const auto at = call;
-    return {xs[at].matrix(),
-            weight.matrix(),
-            false,
-            out,
-            bias_data,
-            dtype,
-            config,
-            num_sms,
-            scales_of(x_scales[at], weight_scales, problem.x_dtype, problem.fast)};
+    return gemm_args(xs[call].matrix(), weight.matrix(), false, out, bias_data, dtype, config, num_sms,
+                     scales_of(x_scales[call], weight_scales, problem.x_dtype, problem.fast));
   }
 };
-
-int draw_tile(Random& random, bool (*wanted)(const TileConfig&)) {
-  for (;;) {
-    const int config = random.below(flux::gemm::kNumTileConfigs);
-    const TileConfig& tile = flux::gemm::kTileConfigs[config];
-    if (tile.is_fp8() && wanted(tile)) return config;
-  }
-}
-
-int draw_k(Random& random, int most_blocks) {
-  const int whole = 128 * random.between(1, most_blocks);
-  return random.below(3) == 0 ? whole - 16 * random.below(8) : whole;
-}
 
 // What is sent is rounded, what stays is not.
 void gemm_rs(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const int config = draw_tile(random, flux::gemm::supports_sending);
+  const int config = draw_fp8_tile(random, flux::gemm::supports_sending);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
   const int size = cluster == Cluster::kNone ? 1 : 2;
@@ -142,7 +118,7 @@ void ag_gemm(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const int config = draw_tile(random, flux::gemm::supports_gathering);
+  const int config = draw_fp8_tile(random, flux::gemm::supports_gathering);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
   const int size = cluster == Cluster::kNone ? 1 : 2;
@@ -178,8 +154,7 @@ void ag_gemm(uint64_t seed) {
   const int packed = pack(config, cluster, random.between(1, 3));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    const auto at = rank;
-    Product& mine = products[at];
+    Product& mine = products[rank];
     const Floats wide_bias(rank, "bias", 1, n);
     wide_bias.fill(mine.bias);
     const Fp8Values garbage(rank, "garbage", rows, k);
@@ -188,30 +163,30 @@ void ag_gemm(uint64_t seed) {
           copied ? flux::ag_gemm::Transport{static_cast<uint32_t>(call + 1), chunk_rows}
                  : flux::ag_gemm::Transport{};
       for (int i = 0; i < num_weights; ++i) {
-        const auto out = outs[at].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
-        const auto sums = wides[at].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
+        const auto out = outs[rank].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
+        const auto sums = wides[rank].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
         flux::gemm::GemmArgs args =
             mine.args(problem, call, wide ? sums : out, wide ? DType::kFloat32 : problem.dtype,
                       wide ? static_cast<const void*>(wide_bias.data) : mine.bias.data, packed, num_sms);
         if (i > 0) {
-          args.weight = others[at].weight.matrix();
-          args.scales.weight = others[at].weight_scales.data;
+          args.weight = others[rank].weight.matrix();
+          args.scales.weight = others[rank].weight_scales.data;
         }
-        flux::ag_gemm::ag_gemm(args, region.symm[at], transport, /*reuse=*/i > 0, nullptr);
+        flux::ag_gemm::ag_gemm(args, region.symm[rank], transport, /*reuse=*/i > 0, nullptr);
       }
       const Fp8Values& x = mine.xs[call];
       const ScaleValues& x_scales = mine.x_scales[call];
       if (collects) {
-        const Fp8Values& rows_of_all = gathered[at].emplace_back(rank, "gathered", m, k);
+        const Fp8Values& rows_of_all = gathered[rank].emplace_back(rank, "gathered", m, k);
         const Floats& scales_of_all =
-            scales[at].emplace_back(rank, "gathered scales", scale_columns, scale_rows);
+            scales[rank].emplace_back(rank, "gathered scales", scale_columns, scale_rows);
         const bool blocks = problem.kinds.blocks();
         const int step = x_scales.kind == ScaleValues::Kind::kTensor ? 0 : 1;
         const auto in_words = [&](const Fp8Values& matrix) -> flux::runtime::Matrix {
           return {matrix.data, matrix.rows, matrix.stride / 2, matrix.stride / 2};
         };
         flux::ag_gemm::all_gather(
-            in_words(x), in_words(rows_of_all), region.symm[at], transport, flux::ag_gemm::Rows::kHere,
+            in_words(x), in_words(rows_of_all), region.symm[rank], transport, flux::ag_gemm::Rows::kHere,
             {{x_scales.data, blocks ? 1 : step, x_scales.k_step}, scale_columns, scales_of_all.data},
             nullptr);
       }
@@ -224,35 +199,34 @@ void ag_gemm(uint64_t seed) {
   region.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
     for (int rank = 0; rank < world_size; ++rank) {
-      const auto at = rank, in_call = call;
       for (int i = 0; i < num_weights; ++i) {
-        const Product& own = i > 0 ? others[at] : products[at];
+        const Product& own = i > 0 ? others[rank] : products[rank];
         Sums expected;
         for (const Product& each : products) {
-          append(expected, multiply(each.xs[in_call], each.x_scales[in_call], own.weight, own.weight_scales));
+          append(expected, multiply(each.xs[call], each.x_scales[call], own.weight, own.weight_scales));
         }
-        add(expected, products[at].bias.values);
-        const size_t index = in_call * num_weights + i;
+        add(expected, products[rank].bias.values);
+        const size_t index = call * num_weights + i;
         if (wide) {
-          expect(wides[at][index], expected, name_of(call, rank, "out"));
+          expect(wides[rank][index], expected, name_of(call, rank, "out"));
         } else {
-          expect(outs[at][index], expected, problem.dtype, name_of(call, rank, "out"));
+          expect(outs[rank][index], expected, problem.dtype, name_of(call, rank, "out"));
         }
       }
       if (!collects) continue;
       Sums factors(scale_columns * scale_rows);
       for (int row = 0; row < m; ++row) {
         const Product& source = products[row / rows];
-        const Fp8Values& all = gathered[at][in_call];
+        const Fp8Values& all = gathered[rank][call];
         for (int column = 0; column < k; ++column) {
-          const int value = source.xs[in_call].at(row % rows, column);
+          const int value = source.xs[call].at(row % rows, column);
           if (all.data[static_cast<int64_t>(row) * all.stride + column] == fp8_of(value, problem.x_dtype))
             continue;
           wrong("gathered row ", row, " on rank ", rank);
         }
         for (int column = 0; column < scale_columns; ++column) {
-          const float scale = scales[at][in_call].data[column * scale_rows + row];
-          if (scale == std::ldexp(1.0f, source.x_scales[in_call].exponent(row % rows, column))) continue;
+          const float scale = scales[rank][call].data[column * scale_rows + row];
+          if (scale == std::ldexp(1.0f, source.x_scales[call].exponent(row % rows, column))) continue;
           wrong("gathered scale ", row, ", ", column, " on rank ", rank, " is ", scale);
         }
       }

@@ -162,9 +162,9 @@ void ag_gemm(uint64_t seed) {
       const auto x = mine.xs[call].matrix();
       bool reuse = false;
       for (const Columns& each : columns[rank]) {
-        const flux::gemm::GemmArgs args = {
-            x,      each.weight.matrix(), transposed, each.outs[call].matrix(), each.bias.data, dtype, packed,
-            num_sms};
+        const flux::gemm::GemmArgs args =
+            gemm_args(x, each.weight.matrix(), transposed, each.outs[call].matrix(), each.bias.data, dtype,
+                      packed, num_sms);
         flux::ag_gemm::ag_gemm(args, symm, way.of_call(call), reuse, nullptr);
         reuse = true;
       }

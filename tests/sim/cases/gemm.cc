@@ -49,14 +49,9 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
       xs.back().fill(random, dtype);
     }
     outs.emplace_back(0, "out", shape.m, swiglu ? shape.n / 2 : shape.n, swiglu ? 0 : random.below(2) * 8);
-    flux::gemm::GemmArgs args = {xs.back().matrix(),
-                                 weight.matrix(),
-                                 transposed,
-                                 outs.back().matrix(),
-                                 with_bias ? bias.data : nullptr,
-                                 dtype,
-                                 config,
-                                 num_sms};
+    flux::gemm::GemmArgs args =
+        gemm_args(xs.back().matrix(), weight.matrix(), transposed, outs.back().matrix(),
+                  with_bias ? bias.data : nullptr, dtype, config, num_sms);
     args.weight_is_constant = weight_is_constant;
     args.swiglu = swiglu;
     // As calls that are repeated: the second one takes the tensor maps of the first, with other addresses.

@@ -94,14 +94,8 @@ struct Products {
     return all;
   }
   flux::gemm::GemmArgs args(int call, int rank, const Values& out, DType dtype, int config) {
-    return {at(xs, call, rank).matrix(),
-            weights[rank].matrix(),
-            transposed,
-            out.matrix(),
-            nullptr,
-            dtype,
-            config,
-            4};
+    return gemm_args(at(xs, call, rank).matrix(), weights[rank].matrix(), transposed, out.matrix(), nullptr,
+                     dtype, config, 4);
   }
 };
 

@@ -88,14 +88,9 @@ void gemm_rs(uint64_t seed, bool freezes) {
         transport = {static_cast<uint32_t>(call + 1), chunks,
                      allocate<char>(layout.slot_bytes(), rank, "staging")};
       }
-      const flux::gemm::GemmArgs args = {product.xs[call].matrix(),
-                                         product.weight.matrix(),
-                                         transposed,
-                                         outs[rank][call].matrix(),
-                                         product.bias.data,
-                                         dtype,
-                                         pack(config, cluster, 1),
-                                         num_sms};
+      const flux::gemm::GemmArgs args =
+          gemm_args(product.xs[call].matrix(), product.weight.matrix(), transposed, outs[rank][call].matrix(),
+                    product.bias.data, dtype, pack(config, cluster, 1), num_sms);
       flux::gemm_rs::gemm_rs(args, ranks.symm[rank], transport, rounds_own, nullptr);
     }
   }
@@ -264,14 +259,8 @@ void gemm_ar(uint64_t seed) {
     for (int call = 0; call < kCalls; ++call) {
       Values& out = outs[rank].emplace_back(rank, "out", m, n);
       Values& sum = sums[rank].emplace_back(rank, "sum", m, n);
-      flux::gemm::GemmArgs args = {product.xs[call].matrix(),
-                                   product.weight.matrix(),
-                                   transposed,
-                                   out.matrix(),
-                                   bias.data,
-                                   dtype,
-                                   config,
-                                   num_sms};
+      flux::gemm::GemmArgs args = gemm_args(product.xs[call].matrix(), product.weight.matrix(), transposed,
+                                            out.matrix(), bias.data, dtype, config, num_sms);
       args.weight_is_constant = ends.below(2) == 0;
       if (in_place) std::copy(residual.data, residual.data + int64_t{m} * n, out.data);
       flux::gemm_ar::Extras extras = {in_place ? out.data

@@ -31,15 +31,8 @@ struct Operands {
   }
   flux::gemm::Scales scales() const { return scales_of(x_scales, weight_scales, DType::kE4M3, false); }
   flux::gemm::GemmArgs args(int config) const {
-    return {.x = x.matrix(),
-            .weight = weight.matrix(),
-            .transpose_weight = false,
-            .out = out.matrix(),
-            .bias = nullptr,
-            .dtype = DType::kFloat32,
-            .config = config,
-            .num_sms = 8,
-            .scales = scales()};
+    return gemm_args(x.matrix(), weight.matrix(), false, out.matrix(), nullptr, DType::kFloat32, config, 8,
+                     scales());
   }
 };
 
