@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from row_kernels import kernels_on_cpus
@@ -15,7 +13,6 @@ from flux.ops.grouped_gemm import ACTIVATIONS
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 TOKENS = torch.tensor([3, 0, 3, 2, 1, 0, 0])
 NAN = float("nan")
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -142,8 +142,10 @@ def check(run: Call, x: Tensor, leaves: list[Tensor], shapes: list[Any], value: 
     for each in (leaf, *leaves):
         if each.grad is None or each.grad.shape != each.shape:
             return f"gradient of {list(each.shape)}: {each.grad}"
-    products = [each for each in leaves if each.dim() > 1] + ([leaf] if value >= 0 else [])
-    if any(each.grad.any() for each in products):  # biases have gradients, and rows that are only moved
+    products = [*leaves, leaf]
+    if any(each.numel() for each in results):  # biases have gradients, and rows that are only moved
+        products = [each for each in leaves if each.dim() > 1] + ([leaf] if value >= 0 else [])
+    if any(getattr(each.grad, "_local_tensor", each.grad).any() for each in products):
         return "a gradient that is not zero"
     return ""
 
@@ -190,23 +192,13 @@ def experts(p: int, tokens: int, hidden: int, columns: int) -> str:
     return "" if torch.equal(y, torch.full_like(y, 2.0 * p * hidden * columns)) else f"{y}"
 
 
-def others(rank: int, p: int) -> list[str]:
-    wrong = []
+def layers(rank: int, p: int) -> Iterator[str]:
     for name, run, x, parameters, shape in modules(p):
-        for parameter in parameters:
-            parameter.grad = None
-        leaf = x.clone().requires_grad_()
-        y = run(leaf)
-        y.sum().backward()
-        grads = [leaf.grad, *(parameter.grad for parameter in parameters)]
-        if tuple(y.shape) != shape or any(grad is None for grad in grads):
-            wrong.append(f"{name}, {tuple(x.shape)}: {tuple(y.shape)} or no gradient")
-        elif any(getattr(grad, "_local_tensor", grad).any() for grad in grads):
-            wrong.append(f"{name}, {tuple(x.shape)}: a gradient that is not zero")
+        if found := check(run, x, parameters, [shape], 0):
+            yield f"{name}, {tuple(x.shape)}: {found}"
     for tokens, hidden, columns in ((0, 8, 6), (3 * (rank == 0), 8, 6), (3, 0, 6), (3, 8, 0), (0, 0, 0)):
-        found = experts(p, tokens, hidden, columns)
-        if found:
-            wrong.append(f"experts, {tokens} {hidden} {columns}: {found}")
+        if found := experts(p, tokens, hidden, columns):
+            yield f"experts, {tokens} {hidden} {columns}: {found}"
     group = dist.group.WORLD.group_name
     async_tp.install()
     for leading, n, k in SIZES:
@@ -216,32 +208,31 @@ def others(rank: int, p: int) -> list[str]:
         shard = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "avg", 0, group)
         shapes = [tuple(each.shape) for each in (every, product_, shard)]
         if shapes != [(rows, *dims, k), (rows, *dims, n), (leading[0] // p, *dims, n)]:
-            wrong.append(f"async TP, {leading} {n} {k}: {shapes}")
+            yield f"async TP, {leading} {n} {k}: {shapes}"
         elif product_.any() or shard.any():
-            wrong.append(f"async TP, {leading} {n} {k}: not zero")
+            yield f"async TP, {leading} {n} {k}: not zero"
     async_tp.uninstall()
-    case = GemmRsCase(4 * p, 6, 8, p, torch.float32, bias=True)
-    return (
-        wrong if torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank)) else [*wrong, "not exact"]
-    )
 
 
-def work(rank: int, p: int) -> list[str]:
-    wrong = []
+def dense(rank: int, p: int) -> Iterator[str]:
     for leading, n, k in SIZES:
         for name, run, leaves, shapes, value in operators(rank, p, leading, n, k):
-            found = check(run, rank_ones(rank, *leading, k), leaves, shapes, value)
-            if found:
-                wrong.append(f"{name}, {leading} {n} {k}: {found}")
-        wrong += [f"{each}, {leading} {n} {k}" for each in without_gradients(rank, p, leading, n, k)]
-        wrong += [f"{each}, {leading} {n} {k}" for each in scaled(p, leading, 16 * n, 16 * k)]
+            if found := check(run, rank_ones(rank, *leading, k), leaves, shapes, value):
+                yield f"{name}, {leading} {n} {k}: {found}"
+        yield from (f"{each}, {leading} {n} {k}" for each in without_gradients(rank, p, leading, n, k))
+        yield from (f"{each}, {leading} {n} {k}" for each in scaled(p, leading, 16 * n, 16 * k))
+
+
+def work(rank: int, p: int, wrongs: Callable[[int, int], Iterator[str]]) -> list[str]:
+    """What is wrong, and whether a call that is not empty is exact afterwards."""
+    wrong = list(wrongs(rank, p))
     case = GemmRsCase(4 * p, 6, 8, p, torch.float32, bias=True)
-    return (
-        wrong if torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank)) else [*wrong, "not exact"]
-    )
+    exact = torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank))
+    return wrong if exact else [*wrong, "not exact"]
 
 
-@pytest.mark.parametrize("what", [work, others], ids=["operators", "layers"])
+@pytest.mark.parametrize("wrongs", [dense, layers])
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, None), (4, 2), (1, None)])
-def test_empty(what: Any, ranks: int, ranks_per_node: int | None) -> None:
-    assert spawn(what, ranks, ranks_per_node=ranks_per_node, backend="gloo", timeout_s=100) == [[]] * ranks
+def test_empty(wrongs: Any, ranks: int, ranks_per_node: int | None) -> None:
+    how: Any = {"ranks_per_node": ranks_per_node, "backend": "gloo", "timeout_s": 100}
+    assert spawn(work, ranks, wrongs, **how) == [[]] * ranks
