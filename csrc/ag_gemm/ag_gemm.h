@@ -1,5 +1,4 @@
-// AllGather+GEMM in one launch, and AllGather alone (FLUX, arXiv 2406.06858, section 4). Not from the paper: CTAs that
-// first push rows and then compute.
+// AllGather+GEMM in one launch, and AllGather alone (FLUX, arXiv 2406.06858, section 4; but CTAs push, then compute).
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -11,8 +10,7 @@ namespace flux::ag_gemm {
 // How rows are sent to peers: by CTAs or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
   // 0: CTAs of the launch push the rows, and the device counts the epochs, so that CUDA graphs can replay calls. Else
-  // copy engines push them, and the host counts the epochs, because it must know the destination when it enqueues a
-  // copy.
+  // copy engines push them, and the host counts the epochs: a copy needs its destination when it is enqueued.
   uint32_t copy_epoch;
   int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
 };
@@ -34,8 +32,8 @@ struct CollectedScales {
   float* out = nullptr;
 };
 
-// Of the rows of all ranks, when all_gather is called: nothing is sent; begin_all_gather has started the copies of this
-// call; all are here, because the previous ag_gemm on this stream has gathered them.
+// Of the rows of all ranks, when all_gather is called: nothing is sent; begin_all_gather has started the copies; all
+// are here, because the previous ag_gemm on this stream has gathered them.
 enum class Rows { kToSend, kBegun, kHere };
 
 // out[m, k] = the rows of all ranks. `scales`: of rows that are here.

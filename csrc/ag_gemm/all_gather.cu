@@ -11,8 +11,7 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = kPushThreads;
-// CTAs that saturate links and memory (docs/design/gemm-rs.md#ctas-that-send-rows); fewer for many ranks, which may
-// share one GPU.
+// They saturate links and memory (docs/design/gemm-rs.md#ctas-that-send-rows); ranks may share one GPU.
 constexpr int kCtas = 64, kCtasOfAllRanks = 384, kCtasPerSm = 3;
 constexpr int kCopyBytes = 65536;
 

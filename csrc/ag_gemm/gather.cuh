@@ -1,6 +1,5 @@
-// AllGather+GEMM as a Store policy. Own rows are read from x, peers' rows from this rank's slots as they arrive, block
-// by block. The first CTAs of the launch push this rank's rows before they compute, or copy engines do
-// (push_by_copy_engine).
+// AllGather+GEMM as a Store policy. Own rows are read from x, peers' rows from this rank's slots as they arrive. The
+// first CTAs of the launch push this rank's rows before they compute, or copy engines do (push_by_copy_engine).
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -10,10 +9,9 @@
 
 namespace flux::ag_gemm {
 
-constexpr int kPushThreads = 384;
+constexpr int kPushThreads = gemm::kNumThreads;
 
-// `epoch`: if the host counts the epochs (copy engines), the epoch of the call; else 0. `reuse`: the call reads the rows
-// that the previous one has gathered.
+// `epoch`: of the call, if the host counts them (copy engines); else 0. `reuse`: the previous call has gathered rows.
 FLUX_DEVICE sync::Call begin_gather(const runtime::SymmBuffer& symm, uint32_t epoch, bool reuse) {
   sync::Call call = sync::begin_call(symm);
   if (epoch != 0) {
@@ -24,22 +22,11 @@ FLUX_DEVICE sync::Call begin_gather(const runtime::SymmBuffer& symm, uint32_t ep
   return call;
 }
 
-// Called by kThreads threads: sends the scales of a block of rows to a slot's place for scales.
-template <int kThreads>
-FLUX_DEVICE void push_scales(const Layout& layout, const OwnScales& scales, int first_row, float* slot,
-                             int thread) {
-  const int rows = min(layout.rows - first_row, gemm::kBlockM);
-  for (int i = thread; i < rows * layout.scale_columns; i += kThreads) {
-    const int column = i / rows, row = first_row + i % rows;
-    slot[column * layout.scale_stride() + row] = scales.data[row * scales.step + column * scales.stride];
-  }
-}
-
 // Pushes this rank's rows to all peers, in pieces that CTAs draw from a counter. Called by all kPushThreads threads of a
 // CTA that is one of `pushers`. All warps but the first copy a piece; meanwhile the first announces the previous one,
 // because a release at system scope waits for all stores of the SM. The CTA that completes a block signals it.
 template <bool kScales = false>
-FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* own_rows,
                            const sync::Call& call, int pushers,
                            [[maybe_unused]] const OwnScales& scales = {}) {
   __shared__ int drawn[2];
@@ -58,12 +45,16 @@ FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout
     if (threadIdx.x == 0) {
       drawn[(i + 1) % 2] = draw();
     } else if (threadIdx.x >= 32) {
-      const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
+      const char* src = static_cast<const char*>(own_rows) + static_cast<int64_t>(row) * layout.row_bytes;
       char* const slots = symm.slots(peer, call.epoch);
       const int thread = threadIdx.x - 32;
       if (kScales && piece.bytes == Piece::kScales) {
         auto* const to = reinterpret_cast<float*>(slots + layout.scale_offset(slot));
-        push_scales<kPushThreads - 32>(layout, scales, row, to, thread);
+        const int rows = min(layout.rows - row, gemm::kBlockM);
+        for (int i = thread; i < rows * layout.scale_columns; i += kPushThreads - 32) {
+          const int column = i / rows, at = row + i % rows;
+          to[column * layout.scale_stride() + at] = scales.data[at * scales.step + column * scales.stride];
+        }
       } else {
         char* const dst = slots + layout.offset(slot, row);
         runtime::copy_bytes<kPushThreads - 32>(dst + piece.offset, src + piece.offset, piece.bytes, thread);
@@ -71,8 +62,7 @@ FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout
     }
     __syncthreads();
     if (threadIdx.x == 0 && piece.bytes != 0) {
-      // Orders this CTA's stores before its count, for the CTA that reads the full count and for the peer that it then
-      // signals.
+      // Orders this CTA's stores before its count, for the CTA that completes it and for the peer that it signals.
       __threadfence_system();
       uint32_t* const pushed = &header->pieces_pushed[piece.peer * layout.row_blocks() + piece.block];
       if (atomicAdd(pushed, 1u) == pieces.of_block(piece.block) - 1u) {
@@ -108,7 +98,6 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
   FLUX_DEVICE static void push(const Params& p) {
-    static_assert(kPushThreads == 128 * (1 + gemm::kNumMathWarpgroups));
     push_rows(p.symm, p.layout, p.rows, begin(p), p.num_pushers);
   }
 

@@ -1,7 +1,6 @@
-// The layout of gathered rows. A rank has one slot for each peer (its own rows are read from x), which holds the peer's
-// shard, row by row, signalled in blocks of the height of a tile. Scales of fp8 rows lie behind all slots, one column
-// of them after the other; a block is signalled when its scales have arrived, too. Shared by kernels, host, CPU path
-// and tests.
+// The layout of gathered rows. A rank has one slot for each peer, with the peer's shard, row by row, signalled in
+// blocks of the height of a tile. Scales of fp8 rows lie behind all slots, one column of them after the other; a block
+// is signalled when its scales have arrived, too. Shared by kernels, host, CPU path and tests.
 #pragma once
 
 #include "gemm/tile_order.h"
@@ -58,8 +57,7 @@ struct Piece {
   static constexpr int kScales = -1;
 };
 
-// All blocks of the first peer, then all of the second, and so on, each in pieces of the same size, and a piece with
-// its scales if there are any.
+// All blocks of the first peer, then of the second, and so on, each in pieces of one size, and one with its scales.
 struct Pieces {
   Layout layout;
   int size;           // of a piece, in bytes
@@ -85,8 +83,7 @@ FLUX_HD Pieces make_pieces(const Layout& layout, int size, bool with_scales = fa
   return {layout, size, static_cast<int>((layout.block_bytes(0) + size - 1) / size), with_scales};
 }
 
-// The bytes that a CTA sends at a time: at least two pieces of a shard for each pushing CTA, so that all are busy until
-// its end; else as large as possible.
+// The bytes that a CTA sends at a time: at least two pieces of a shard for each pushing CTA, else as large as possible.
 FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
   constexpr int kMin = 32 << 10, kMax = 256 << 10;
   int bytes = kMax;
@@ -102,8 +99,7 @@ FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const
   const int m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM),
             n_tiles = gemm::ceil_div(n, config.block_n);
   gemm::TileOrder order = {m_tiles, n_tiles, world_size, rank, cluster, group_m, gemm::Peers::kGathered};
-  // At 750 TFLOP/s, 187 rows take as long to compute as the weight takes to read at 4 TB/s. Rows arrive at 250
-  // GB/s, including the gaps between copies.
+  // At 750 TFLOP/s, 187 rows take as long to compute as the weight to read at 4 TB/s. Rows arrive at 250 GB/s.
   constexpr int kMinTiles = 4, kColumnsPerPeer = 3000;
   if (world_size > 2 && order.m_tiles >= kMinTiles && n < kColumnsPerPeer * (world_size - 1)) {
     const int rows = gemm::ceil_div(order.m_tiles, order.cluster_m());

@@ -15,8 +15,7 @@
 
 namespace flux::bindings {
 
-// A fair recursive mutex: host threads acquire it in the order of their requests, because calls on one group must not
-// overtake each other.
+// A fair recursive mutex, in the order of requests: calls on one group must not overtake each other.
 class Turn {
  public:
   // Acquires the lock if it is free and no thread waits for it, or if this thread holds it.
@@ -133,8 +132,7 @@ class CallTurn {
   std::optional<std::string> broken_by_;
 };
 
-// The order of the calls of all groups on one device. Held from the wait for the last call until the launch, so that no
-// other thread launches in between.
+// Of the calls of all groups on one device. Held from the wait for the last call until the launch of the next.
 struct LaunchOrder {
   Turn turn;
   std::optional<uint64_t> stream;             // raw stream of the last call

@@ -188,8 +188,7 @@ int copy_chunks(int m, int n, int k, int world_size, int operand_bytes) {
 template <class>
 using Int = int;
 
-// Defines a selection. kind: what is true of the problem, or null. ranks: the argument for their number, if there are
-// several.
+// Defines a selection. kind: what is true of the problem, or null. ranks: the argument for their number, if any.
 template <class... Arg>
 void def_select(py::module_& m, const char* name, bool gemm::Problem::* kind, const char* doc,
                 const Arg&... ranks) {
@@ -303,8 +302,7 @@ void bind_atomics(py::module_& m) {
   m.def(
       "store_release",
       [](uint64_t address, uint32_t value) { runtime::store_release(checked_word("addr", address), value); },
-      "addr"_a, "value"_a,
-      "Store a u32, after everything written before. `addr`, as of all functions here, is trusted.");
+      "addr"_a, "value"_a, "Store a u32, after everything written before. Addresses are trusted.");
   m.def(
       "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word("addr", address)); },
       "addr"_a, "Load a u32; everything its writer released before it is visible from here on.");
@@ -323,14 +321,11 @@ void bind_workspace(py::module_& m) {
   m.attr("OP_IDS") = ops;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
   m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;
-  py::class_<SymmBuffer>(
-      m, "SymmBuffer",
-      "A group's workspace as kernels see it: peer addresses and sizes. Addresses are trusted.")
+  py::class_<SymmBuffer>(m, "SymmBuffer", "A group's workspace, at `address` while it lives.")
       .def(py::init(&make_symm_buffer), "rank"_a, "world_size"_a, "peers"_a, "signal_bytes"_a, "slot_bytes"_a,
            "exchange_bytes"_a, "error"_a, "timeout_ns"_a)
-      .def_property_readonly(
-          "address", [](const SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); },
-          "Address of the native struct; valid as long as this object lives.")
+      .def_property_readonly("address",
+                             [](const SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); })
       .def_readonly("signal_bytes", &SymmBuffer::signal_bytes)
       .def_readonly("slot_bytes", &SymmBuffer::slot_bytes);
 }
@@ -342,8 +337,7 @@ void bind_selection(py::module_& m) {
       .def_readonly("stages", &gemm::TileConfig::stages)
       .def_property_readonly("block_m", [](const gemm::TileConfig&) { return gemm::kBlockM; })
       .def_property_readonly("operand_bytes", &gemm::TileConfig::operand_bytes, "1: fp8, 2: bf16 and fp16.")
-      .def_property_readonly("promotes", &gemm::TileConfig::promotes,
-                             "Whether the product of each k-block is added to fp32 registers.")
+      .def_property_readonly("promotes", &gemm::TileConfig::promotes)
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
       .def_property_readonly("supports_split", &gemm::supports_split)
@@ -357,9 +351,8 @@ void bind_selection(py::module_& m) {
       [](int operand_bytes) {
         check_range("operand_bytes", operand_bytes, 1, 2);
         std::vector<gemm::TileConfig> tiles;
-        for (const gemm::TileConfig& tile : gemm::kTileConfigs) {
+        for (const gemm::TileConfig& tile : gemm::kTileConfigs)
           if (tile.operand_bytes() == operand_bytes) tiles.push_back(tile);
-        }
         return tiles;
       },
       "operand_bytes"_a = 2, "The tile shapes for bf16 and fp16, whose ids are 0, 1, ..., or for fp8.");
@@ -378,9 +371,7 @@ void bind_selection(py::module_& m) {
         return gemm::swap_ab_stage_blocks(swap_ab_at(tile), k);
       },
       "tile"_a, "k"_a, "Into how many parts k can be split at most.");
-  m.def(
-      "swap_ab_in_pairs", [](int tile) { return swap_ab_at(tile).in_pairs; }, "tile"_a,
-      "Whether two CTAs can share the weight of a tile.");
+  m.def("swap_ab_in_pairs", [](int tile) { return swap_ab_at(tile).in_pairs; }, "tile"_a);
 
   py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
       .def_readonly("config", &gemm::Choice::config)
@@ -388,8 +379,7 @@ void bind_selection(py::module_& m) {
       .def_property_readonly(
           "cluster", [](const gemm::Choice& choice) { return static_cast<int>(choice.cluster); },
           "1: none, 2 and 3: pairs of CTAs share loads, 4 and 5: 2 and 3 CTAs share K.")
-      .def_readonly("split", &gemm::Choice::split,
-                    "CTAs that share the K of a swap-AB tile; 0: another tile.")
+      .def_readonly("split", &gemm::Choice::split, "CTAs that share a swap-AB tile's K; 0: another tile.")
       .def_property_readonly("packed", &gemm::Choice::packed, "The choice as one integer, which ops take.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
@@ -397,10 +387,8 @@ void bind_selection(py::module_& m) {
       .def_readonly("candidates", &gemm::Choice::candidates);
   def_select(
       m, "select_gemm", nullptr,
-      "For x[m, k] * weight. config: -1, or a packed choice, whose parts may be 0. operand_bytes 1: fp8. "
-      "swiglu: half of the n columns are a gate.");
-  def_select(m, "select_gemm_ar", &gemm::Problem::all_reduced,
-             "The kernel of GEMM+AllReduce; k is this rank's part.");
+      "config: -1, or a packed choice, whose parts may be 0. swiglu: half of the n columns are a gate.");
+  def_select(m, "select_gemm_ar", &gemm::Problem::all_reduced, "GEMM+AllReduce; k is this rank's part.");
   def_select(m, "select_gemm_rs", nullptr,
              "GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.", "world_size"_a);
   def_select(m, "select_ag_gemm", &gemm::Problem::gathers,
@@ -418,16 +406,14 @@ void bind_gemm_rs(py::module_& m) {
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
       .def_static("slot_index", &checked_slot_index, "src"_a, "owner"_a)
       .def("tile_offset", &tile_offset, "slot"_a, "m_tile"_a, "n_tile"_a)
-      .def("signal_index", &signal_index, "m_tile"_a, "n_tile"_a, "half"_a,
-           "Word within the region of a slot; each half of a tile (64 rows) has its own.");
+      .def("signal_index", &signal_index, "m_tile"_a, "n_tile"_a, "half"_a, "Word in the region of a slot.");
   m.def("gemm_rs_layout", &gemm_rs_layout, "m"_a, "n"_a, "world_size"_a, "config"_a);
   m.def("gemm_rs_tiles", &gemm_rs_tiles, "m"_a, "n"_a, "world_size"_a, "rank"_a, "config"_a, "cluster"_a,
         "group_m"_a, "copied"_a = false, "idle"_a = false,
         "[(owner, m_tile, n_tile)] in the order of `rank`. idle: also None for each CTA without a tile.");
   m.def("gemm_rs_chunks", &gemm_rs_chunks, "count"_a, "tiles"_a,
         "[(first, size)] of the chunks in which copy engines send a slot, [chunk] of its tiles.");
-  m.def("gemm_rs_copy_chunks", &copy_chunks, "m"_a, "n"_a, "k"_a, "world_size"_a, "operand_bytes"_a = 2,
-        "Chunks that copy engines send each peer; 0: storers send.");
+  m.def("gemm_rs_copy_chunks", &copy_chunks, "m"_a, "n"_a, "k"_a, "world_size"_a, "operand_bytes"_a = 2);
 }
 
 void bind_ag_gemm(py::module_& m) {
@@ -464,22 +450,18 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("slot_rows", &Exchange::slot_rows, "Of what one source sends one owner.")
       .def_property_readonly("slot_columns", &Exchange::slot_columns)
       .def_property_readonly("contribution_bytes", &Exchange::contribution_bytes)
-      .def_property_readonly("bytes", &Exchange::bytes,
-                             "Of the exchange area of a rank, for 2-byte elements.")
+      .def_property_readonly("bytes", &Exchange::bytes, "Of a rank's exchange area.")
       .def("first_row", &of_rank<Exchange, &Exchange::first_row>, "rank"_a)
       .def("first_column", &of_rank<Exchange, &Exchange::first_column>, "rank"_a)
       .def("columns_of", &of_rank<Exchange, &Exchange::columns_of>, "rank"_a, "Columns that a rank sums.")
-      .def("contribution", &contribution, "source"_a, "owner"_a, "row"_a, "column"_a,
-           "Byte offset in the owner's area.")
-      .def("result", &result, "row"_a, "column"_a,
-           "Byte offset, in every rank's area, of a sum that its owner sends.");
+      .def("contribution", &contribution, "source"_a, "owner"_a, "row"_a, "column"_a, "Offset in bytes.")
+      .def("result", &result, "row"_a, "column"_a, "Of the sum, in every rank's area.");
   m.def("exchange", &exchange<runtime::make_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a);
   m.def("row_exchange", &exchange<runtime::make_row_exchange>, "m"_a, "n"_a, "world_size"_a, "mode"_a,
         "The same matrix as one row, of which two-shot owners get whole rows.");
   m.def("int8_scatter_bytes", &int8_scatter_bytes, "rows"_a, "n"_a, "world_size"_a,
         "Of the area of a rank that sums `rows` rows whose contributions travel as int8.");
-  m.def("all_reduce_mode", &all_reduce_mode, "m"_a, "n"_a, "world_size"_a,
-        "One-shot or two-shot, whichever should be done sooner.");
+  m.def("all_reduce_mode", &all_reduce_mode, "m"_a, "n"_a, "world_size"_a, "The faster.");
 }
 
 }  // namespace

@@ -19,10 +19,9 @@ inline void check_signals() {
 // A method that takes its arguments as an array: pybind11's calls take several times as long.
 template <class Self, PyObject* (Self::*kMethod)(PyObject* const* args, Py_ssize_t count)>
 PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  namespace py = pybind11;
   try {
-    return (py::handle(self).cast<Self&>().*kMethod)(args, count);
-  } catch (py::error_already_set& error) {
+    return (pybind11::handle(self).cast<Self&>().*kMethod)(args, count);
+  } catch (pybind11::error_already_set& error) {
     error.restore();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());

@@ -1,5 +1,4 @@
-// For the ops: conversions from torch tensors, and launches that are kept, to be enqueued again with other tensors
-// (runtime/launch_table.h).
+// For the ops: conversions from torch tensors, and launches that are kept (runtime/launch_table.h).
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,14 +22,6 @@ using runtime::SymmBuffer;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
 
-inline cudaStream_t current_stream(const Tensor& tensor) {
-  FLUX_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
-  void* stream = nullptr;
-  FLUX_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
-             "no current CUDA stream");
-  return static_cast<cudaStream_t>(stream);
-}
-
 // Python has checked that kernels take it.
 inline runtime::DType dtype_of(const Tensor& tensor) {
   using torch::headeronly::ScalarType;
@@ -48,7 +39,7 @@ inline runtime::DType dtype_of(const Tensor& tensor) {
   }
 }
 
-// Scales of fp8 operands as Python passes them: vectors of one scale, or of one for each row of x and each column of the
+// Scales of fp8 operands as Python passes them: vectors of one scale, or of one for each row of x and column of the
 // result; or matrices of block scales, x's with its columns one after the other.
 inline gemm::Scales scales_of(const Tensor& x, const Optional& scale_x, const Optional& scale_w, bool fast) {
   gemm::Scales scales;
@@ -101,7 +92,11 @@ void enqueue(const Tensor& on, const All& at, uint32_t copy_epoch, Launch launch
   static_assert(std::is_trivially_destructible_v<Launch>, "it would keep a tensor");
   if (keeper == nullptr) {
     const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
-    launch(at.data(), copy_epoch, current_stream(on));
+    FLUX_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+    void* stream = nullptr;
+    FLUX_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+               "no current CUDA stream");
+    launch(at.data(), copy_epoch, static_cast<cudaStream_t>(stream));
     return;
   }
   struct Kept final : KeptLaunch {

@@ -59,10 +59,9 @@ T* unpack(const py::object& capsule, const char* name) {
 class Torch {
  public:
   // of, by name: types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a
-  // tensor of a part of another one's memory, from sizes, strides and offset; or None. states: functions that return
-  // something true if a call must go through torch's dispatcher. profiler_enabled: then kernels are named.
-  // increment_version: tells autograd that the tensors of a tuple have been written. forward_ad: the variables of
-  // torch.autograd.forward_ad.
+  // tensor in the memory of another one, from sizes, strides and offset; or None. states: functions that return
+  // something true if torch's dispatcher is needed. profiler_enabled: then kernels are named. increment_version: tells
+  // autograd that the tensors of a tuple have been written. forward_ad: the variables of torch.autograd.forward_ad.
   Torch(const py::object& exchange_api, const py::kwargs& of)
       : types_(of["types"]),
         states_(of["states"]),
@@ -245,9 +244,8 @@ struct Arguments {
              static_cast<int64_t>(tensor.ndim) << 48 | offset << 56)) {
       return false;
     }
-    for (int i = 0; i < tensor.ndim; ++i) {
+    for (int i = 0; i < tensor.ndim; ++i)
       if (!add(tensor.shape[i]) || !add(tensor.strides[i])) return false;
-    }
     return true;
   }
 

@@ -1,6 +1,5 @@
-// The turns in which host threads make calls; and calls that are known: of shapes, strides, dtypes and options that a
-// call before had, so what that call checked, planned and prepared in Python holds for them, and they are enqueued from
-// here.
+// The turns in which host threads make calls; and calls that are known: a call of the same shapes, strides, dtypes and
+// options has been checked, planned and prepared in Python, so they are enqueued from here.
 
 #include <pybind11/stl.h>
 
@@ -67,8 +66,7 @@ struct KnownCall {
   }
 };
 
-// Of a fresh tensor in Python: shape, strides or None, argument it is like, dtype or None; and in a block: strides and
-// offset, or None. None if the following step makes it.
+// Shape, strides or None, argument it is like, dtype or None, place in a block or None. None: a step makes it.
 using FreshTuple = std::tuple<py::tuple, py::object, int, py::object, py::object>;
 
 class KnownCalls {
@@ -164,9 +162,8 @@ class KnownCalls {
       if (known->block == nullptr) throw py::value_error("block: expected one");
       check_range("offset", made.elements_before, 0, elements(known->block->shape) - elements(made.shape));
     }
-    for (const int result : results) {
+    for (const int result : results)
       if (result < 0) known->fresh[-1 - result].is_result = true;
-    }
     if (follows.has_value()) {
       check_operands(std::get<1>(*follows));
       for (const int result : std::get<2>(*follows)) check_range("made", result, -num_fresh, -1);

@@ -7,7 +7,6 @@
 
 #include "bindings/core.h"
 #include "moe/routing.h"
-#include "moe/tile_choice.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -96,8 +95,7 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
   check_extent("block_n", block_n);
   const moe::ColumnChunks chunks = moe::make_chunks(n, block_n);
   std::vector<std::tuple<int, int>> all;
-  for (int chunk = 0; chunk < chunks.count(); ++chunk)
-    all.emplace_back(chunks.first(chunk), chunks.size(chunk));
+  for (int i = 0; i < chunks.count(); ++i) all.emplace_back(chunks.first(i), chunks.size(i));
   return all;
 }
 
@@ -165,32 +163,27 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
       .def("route_fits", &moe::route_fits, "num_sms"_a,
            "Whether they leave enough SMs to kernels of others that wait for peers, such as NCCL's.")
-      .def_property_readonly(
-          "max_route_experts",
-          [](const Layout& self) { return moe::max_route_experts(moe::route_threads(self)); },
-          "Experts on a rank that the routing kernel can count.")
+      .def_property_readonly("max_route_experts",
+                             [](const Layout& l) { return moe::max_route_experts(moe::route_threads(l)); })
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
       .def("max_tiles", &checked_max_tiles, "block_m"_a)
       .def("slice_of", &of_rank<Layout, &Layout::slice_of>, "rank"_a)
       .def("step_of", &of_rank<Layout, &Layout::step_of>, "source"_a)
       .def_static("slot_index", &checked_slot_index, "src"_a, "owner"_a)
-      .def_static("blocks_of", &blocks_of, "slot_rows"_a, "block_rows"_a,
-                  "Blocks of that many slot rows in layer 1, each with a signal.")
+      .def_static("blocks_of", &blocks_of, "slot_rows"_a, "block_rows"_a, "In layer 1, each with a signal.")
       .def_static("block_rows", &block_rows, "max_tokens"_a, "Slot rows of such a block.");
   using moe::SendOrder;
   py::class_<SendOrder>(m, "MoeSendOrder", "The order in which the tokens of a rank travel in layer 0.")
       .def(py::init(&moe::make_send_order), "layout"_a)
       .def_readonly("parts", &SendOrder::parts)
-      .def_readonly("part_tokens", &SendOrder::part_tokens,
-                    "Neighbours of which those of a share leave together.")
+      .def_readonly("part_tokens", &SendOrder::part_tokens)
       .def_property_readonly(
           "ends",
           [](const SendOrder& order) { return std::vector<int>(order.ends, order.ends + order.shares); },
           "Of each share: one behind the experts whose tokens have left with it.")
       .def_property_readonly("units", &units_of<SendOrder>, "[(share, part, peer)]")
-      .def_property_readonly("early_experts", &SendOrder::early_experts,
-                             "Those whose tiles of own tokens are computed first.")
+      .def_property_readonly("early_experts", &SendOrder::early_experts, "Whose own tokens come first.")
       .def_property_readonly("signals", &SendOrder::signals)
       .def("signal", &send_signal, "share"_a, "part"_a);
   m.def(
@@ -198,8 +191,7 @@ void bind_moe(py::module_& m) {
       "Fill the arrays of a routing (csrc/moe/routing.h), of the sizes of the layout, from all ranks' ids.");
   m.def("moe_tiles", &tiles, "entries"_a, "num_entries"_a, "n_tiles"_a,
         "[(expert, m_tile, n_tile)] in order. The address is trusted, what lies there is not.");
-  m.def("moe_column_chunks", &column_chunks, "n"_a, "block_n"_a,
-        "[(first n_tile, number of n_tiles)] of layer 1.");
+  m.def("moe_column_chunks", &column_chunks, "n"_a, "block_n"_a, "[(first n_tile, n_tiles)] of layer 1.");
   m.def("moe_tile", &choose_tile, "num_rows"_a, "experts"_a, "n"_a, "k"_a, "num_sms"_a, "operand_bytes"_a = 2,
         "Id of the tile shape of a grouped GEMM.");
   m.def("moe_comm_units", &comm_units, "world_size"_a, "rank"_a, "blocks"_a, "chunks"_a,

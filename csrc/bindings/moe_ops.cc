@@ -81,11 +81,6 @@ runtime::Matrix product_of(const Tensor& product, const Tensor& rows) {
   FLUX_CHECK(product.dim() == 2 && product.size(0) == rows.size(0), product.dim(), rows.size(0));
   return {nullptr, product.size(0), product.size(1), product.size(1)};
 }
-runtime::Matrix at(void* address, runtime::Matrix matrix) {
-  matrix.data = address;
-  return matrix;
-}
-
 // x [m, n], tokens and scores [rows], out [rows, n].
 void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, Optional scores, Tensor out) {
   FLUX_CHECK(x.dim() == 2 && x.size(1) == out.size(1) && tokens.numel() == out.size(0), x.dim(), x.size(1),

@@ -47,11 +47,6 @@ gemm::GemmArgs at(Addresses addresses, Addresses scales, gemm::GemmArgs args) {
   return args;
 }
 
-runtime::Matrix at(void* address, runtime::Matrix matrix) {
-  matrix.data = address;
-  return matrix;
-}
-
 void gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpose_weight, int config,
              int num_sms, Optional scale_x, Optional scale_w, bool fast, bool weight_is_constant,
              bool swiglu) {
@@ -83,8 +78,7 @@ void ag_gemm_op(Tensor x, Tensor weight, Optional bias, Tensor out, bool transpo
           });
 }
 
-// What a quantisation writes, of [rows, columns]. Its tensors: q, scale, the scale to use if it is given, and scratch
-// memory where the scale is made of all elements.
+// What a quantisation writes. Its tensors: q, scale, the given scale, and scratch memory where all elements count.
 gemm::Quantized quantized(const Tensor& q, const Tensor& scale, int granularity, bool ue8m0,
                           const Optional& given, const Optional& parts) {
   FLUX_CHECK(granularity >= 0 && granularity <= static_cast<int>(gemm::Granularity::kBlock), granularity);
@@ -261,8 +255,7 @@ bool ready(int32_t device, void** stream) {
          is_not_captured(static_cast<cudaStream_t>(*stream));
 }
 
-// The device is the current one, and one thread at a time is here (LaunchOrder): one event serves every change of
-// streams.
+// The device is the current one, and one thread at a time is here (LaunchOrder): one event is enough.
 bool follow(int32_t device, void* last, void* next) {
   static cudaEvent_t events[runtime::kMaxDevices] = {};
   cudaEvent_t& event = events[device];

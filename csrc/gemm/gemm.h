@@ -31,10 +31,9 @@ struct GemmArgs {
   int config;            // pack_choice(...); -1: the cost model chooses
   int num_sms;           // 0: all
   Scales scales = {};    // given if and only if the operands are fp8
-  // No kernel before this one writes the weight, so swap-AB tiles begin to load it before those have ended.
+  // No kernel before this one writes the weight, so swap-AB tiles begin to load it before that has ended.
   bool weight_is_constant = false;
-  // The weight has rows of a gate, and then as many others: out = silu(gate) * others. Of 16-bit operands, by swap-AB
-  // tiles that do not split K, without bias.
+  // The weight has rows of a gate, and then as many others: out = silu(gate) * others. 16 bits, few rows, no bias.
   bool swiglu = false;
 
   int m() const { return static_cast<int>(x.rows); }
@@ -59,8 +58,7 @@ inline Problem problem_of(const GemmArgs& args, int num_sms) {
           .block_scales = s.blocks};
 }
 
-// out = x * weight^T + bias, fp32 accumulation; of fp8 operands times their scales, before the bias. Rows 16-byte
-// aligned.
+// out = x * weight^T + bias in fp32; of fp8 operands times their scales, before the bias. Rows 16-byte aligned.
 void gemm(const GemmArgs& args, cudaStream_t stream);
 
 }  // namespace flux::gemm

@@ -146,8 +146,7 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
   return {static_cast<const uint4*>(x.data), x.rows, height, static_cast<int>(x.columns / kVector), to};
 }
 
-// `threads`: as many as can be of use. CTAs that start early wait on their SMs. If those are not all the launch's own,
-// the kernel before it may wait for peers that need them.
+// `threads`: as many as can be of use. Not early on a part of the SMs: the kernel before it may wait for peers there.
 void launch(Kernel kernel, const QuantizeParams& params, int64_t threads, int num_sms, cudaStream_t stream) {
   kernels.load();
   const int64_t ctas =

@@ -8,8 +8,7 @@
 
 namespace flux::gemm {
 
-// x: contiguous, 16-byte aligned, columns a multiple of 8. `height`: the rows of one matrix, if x is several; blocks do
-// not reach from one into the next.
+// x: contiguous, 16-byte aligned, columns a multiple of 8. `height`: the rows of one matrix, if x is several.
 void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, const Quantized& to,
               cudaStream_t stream);
 

@@ -47,8 +47,7 @@ constexpr double kSmallLaunchUs = 3.5;
 constexpr double kMemoryBytesPerUs = 4.0e6;  // to ordinary tiles
 constexpr double kSwapAbLaunchUs = 1.8;
 constexpr double kSwapAbMemoryBytesPerUs = 4.14e6;
-// Costs of a k-block, with one or two k-blocks in a stage: fixed, per row of the tile, and the exponent by
-// which memory bandwidth is lost if SMs have no tile.
+// Costs of a k-block: fixed, per row of the tile, and the exponent of bandwidth that is lost if SMs have no tile.
 struct SwapAbBlock {
   double us, row_us, unused;
 };
@@ -109,43 +108,8 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
 // Whether kernels for the problem's operands and result are compiled for the tile.
 bool serves(const Problem& p, const TileConfig& tile) {
   if (tile.operand_bytes() != p.operand_bytes) return false;
-  const bool sends = p.world_size > 1 && !p.gathers;
-  const bool compiled = sends       ? supports_sending(tile)
-                        : p.gathers ? supports_gathering(tile)
-                                    : supports_keeping(tile);
-  return compiled && (!p.promotes || tile.promotes());
+  return supports(tile, p.world_size > 1 && !p.gathers, p.gathers) && (!p.promotes || tile.promotes());
 }
-
-}  // namespace
-
-std::string config_name(int config, Cluster cluster) {
-  const TileConfig& tile = kTileConfigs[config];
-  std::string name =
-      std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
-  if (tile.operand_bytes() == 1 && !tile.promotes()) name += " fast";
-  if (cluster == Cluster::kPairM) name += " pair-m";
-  if (cluster == Cluster::kPairN) name += " pair-n";
-  const int split = one_tile(cluster).split();
-  if (split > 1) name += " split-" + std::to_string(split);
-  return name;
-}
-
-double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs) {
-  const double promote_us = !tile.promotes()                   ? 0.0
-                            : in_pairs && promotes_pairs(tile) ? kPromoteUs / 2
-                            : in_pairs                         ? kPromoteAloneUs
-                            : tile.block_n == 192              ? kPromote192Us
-                                                               : kPromoteUs;
-  return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes + promote_us;
-}
-
-std::string swap_ab_name(int config, int split, int sharers) {
-  const SwapAbConfig& tile = kSwapAbConfigs[config - kFirstSwapAb];
-  return "swap-ab " + std::to_string(kSwapAbN) + "x" + std::to_string(tile.rows) + "x" +
-         std::to_string(tile.stages) + " split " + std::to_string(split) + (sharers > 1 ? " pair" : "");
-}
-
-namespace {
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& p, int config, Cluster cluster) {
@@ -157,8 +121,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double waves = ceil_div(order.num_clusters(), slots);
   const double average = std::max(1.0, static_cast<double>(order.num_clusters()) / slots);
 
-  // A pair shares one operand. Loads of the idle half of a pair are charged to the real tiles, so a pair gains
-  // nothing with a single row of tiles.
+  // A pair shares one operand. Loads of an idle half are charged to real tiles: one row of tiles gains nothing.
   const int split = order.split();
   const double useful_ctas = static_cast<double>(m_tiles) * p.world_size * n_tiles * split;
   const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
@@ -258,6 +221,33 @@ Choice sorted(Choice choice, int packed_choice) {
 }
 
 }  // namespace
+
+std::string config_name(int config, Cluster cluster) {
+  const TileConfig& tile = kTileConfigs[config];
+  std::string name =
+      std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
+  if (tile.operand_bytes() == 1 && !tile.promotes()) name += " fast";
+  if (cluster == Cluster::kPairM) name += " pair-m";
+  if (cluster == Cluster::kPairN) name += " pair-n";
+  const int split = one_tile(cluster).split();
+  if (split > 1) name += " split-" + std::to_string(split);
+  return name;
+}
+
+double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs) {
+  const double promote_us = !tile.promotes()                   ? 0.0
+                            : in_pairs && promotes_pairs(tile) ? kPromoteUs / 2
+                            : in_pairs                         ? kPromoteAloneUs
+                            : tile.block_n == 192              ? kPromote192Us
+                                                               : kPromoteUs;
+  return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes + promote_us;
+}
+
+std::string swap_ab_name(int config, int split, int sharers) {
+  const SwapAbConfig& tile = kSwapAbConfigs[config - kFirstSwapAb];
+  return "swap-ab " + std::to_string(kSwapAbN) + "x" + std::to_string(tile.rows) + "x" +
+         std::to_string(tile.stages) + " split " + std::to_string(split) + (sharers > 1 ? " pair" : "");
+}
 
 Choice select(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;

@@ -16,11 +16,11 @@ constexpr int kBlockBytes = 128;    // of K: one row of the 128-byte TMA swizzle
 constexpr int kResultBytes = 2;     // bf16 and fp16; fp32 results do not go through shared memory
 constexpr int kSmemLimit = 232448;  // shared memory of a CTA on sm_90
 constexpr int kNumMathWarpgroups = 2;
-constexpr int kTileQueue = 2;  // entries of the tile queue
-constexpr int kMaxPeers = 7;   // world sizes up to 8
+constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);  // of a CTA: loaders and storers, and math
+constexpr int kTileQueue = 2;                                // entries of the tile queue
+constexpr int kMaxPeers = 7;                                 // world sizes up to 8
 
-// Ids of named barriers (bar.sync), of which a CTA has 16. 0 is __syncthreads. A kernel uses an id for one set of
-// threads only.
+// Ids of named barriers (bar.sync), of which a CTA has 16; 0 is __syncthreads. One set of threads each.
 constexpr int kMathBarrier = 1;       // both warpgroups that compute, or all threads that normalise a row
 constexpr int kWarpgroupBarrier = 2;  // one math warpgroup; plus its index
 constexpr int kEpochBarrier = 4;      // all threads of a CTA: they have read the epoch
@@ -47,7 +47,6 @@ struct TileConfig {
   constexpr int block_k() const { return kBlockBytes / operand_bytes(); }
 };
 
-// clang-format off
 constexpr TileConfig kTileConfigs[] = {
     // id, block_n, stages, slab_n, slabs
     {0, 256, 4, 64, 2},
@@ -71,7 +70,6 @@ constexpr TileConfig kTileConfigs[] = {
     {18, 192, 5, 32, 2, Arithmetic::kPromoted},
     {19, 192, 4, 64, 3, Arithmetic::kPromoted},
 };
-// clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
 
 constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockBytes; }
@@ -106,7 +104,7 @@ constexpr int max_pieces(const TileConfig& c) {
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
-constexpr int kSharesBytes = 16;  // what a thread that draws shares of a sum leaves for others (shares.cuh)
+constexpr int kSharesBytes = 16;  // what a thread that draws shares of a sum leaves for others (finish.cuh)
 // 1 KB aligns the ring for TMA. The last words are the tile queue and the flags for failed waits.
 constexpr int smem_bytes(const TileConfig& c) {
   return 1024 + c.stages * (stage_bytes(c) + scale_bytes(c)) + staging_bytes(c) + 8 * num_barriers(c) +
@@ -122,8 +120,7 @@ constexpr bool supports_split(const TileConfig& c) {
   return c.is_fp8() ? c.promotes() && c.block_n <= 128 : c.block_n <= 160;
 }
 
-// Tiles that are sent to other ranks. The slabs hold a whole tile, or the math warps wait for the link. Narrower tiles
-// were slower on all shapes measured.
+// Of tiles that are sent, the slabs hold a whole one, or the math warps wait for the link. Narrower ones were slower.
 constexpr bool supports_sending(const TileConfig& c) {
   return c.slab_n * c.slabs >= c.block_n && c.block_n >= 128;
 }
@@ -138,6 +135,10 @@ constexpr bool supports_keeping(const TileConfig& c) {
 // The fp8 tile of 192 columns gathers nothing: it was timed with no peers (docs/design/fp8.md#cost-model).
 constexpr bool supports_gathering(const TileConfig& c) {
   return supports_keeping(c) && !(c.is_fp8() && c.block_n == 192);
+}
+
+constexpr bool supports(const TileConfig& c, bool sends, bool gathers) {
+  return sends ? supports_sending(c) : gathers ? supports_gathering(c) : supports_keeping(c);
 }
 
 // Shared memory that a launch no longer needs for its tiles.

@@ -1,8 +1,6 @@
-// The order of tiles. Pure functions: the loader, storer and math warps of the kernel, the host plans and the
-// CPU tests call the same code.
+// The order of tiles: pure functions that the roles of a kernel, host plans and CPU tests call.
 //
-// The rows of the problem are `world_size` shards, and no tile crosses a shard boundary. There are two regions:
-// this rank's own shard, and all other shards.
+// The rows are `world_size` shards, and no tile crosses their boundary. Two regions: this rank's shard, all others.
 //
 //   kTakeTurns   tiles travel by storers: remote tiles first. Consecutive tiles go to different peers, starting with
 //                rank+1, so that a rank sends to all peers at any time, and no peer receives from all at once

@@ -5,8 +5,7 @@
 
 namespace flux::gemm_ar {
 
-// Each thread has one vector in flight: large sums need many threads, small ones many SMs
-// (docs/design/decode.md#what-made-the-sum-faster).
+// Large sums need many threads, small ones many SMs (docs/design/decode.md#what-made-the-sum-faster).
 constexpr int kFewThreads = 352, kManyThreads = 704;
 constexpr int kNormThreads = 512;      // two vectors of 8192 columns each
 constexpr int kClosingThreads = 32;    // a warp that closes the call
@@ -130,10 +129,13 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   });
 }
 
-// sum_over_ranks with RMSNorm. Shards are whole rows, one at a time for a CTA. It sends the rows that it later writes,
-// so no norm overwrites a row that still has to be sent.
-template <class Element, int kThreads>
-FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
+// sum_over_ranks with RMSNorm. Shards are whole rows. A CTA sends the rows that it later writes, before it does.
+template <class Element>
+__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
+    sum_and_norm(const __grid_constant__ SumParams params) {
+  constexpr int kThreads = kNormThreads;
+  extern __shared__ uint4 row_memory[];
+  const gemm::SpareMemory memory = {ptx::smem_addr(row_memory), kNormMemory};
   const sync::Call call = begin_sum(params.exchange.symm);
   const int thread = threadIdx.x;
   if (thread >= kThreads) return;
@@ -173,13 +175,6 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
   }
   const int cta = blockIdx.x;
   norm.leave_largest({cta, cta + 1});
-}
-
-template <class Element>
-__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
-    sum_and_norm(const __grid_constant__ SumParams params) {
-  extern __shared__ uint4 row_memory[];
-  sum_and_norm_rows<Element, kNormThreads>(params, {ptx::smem_addr(row_memory), kNormMemory});
 }
 
 }  // namespace flux::gemm_ar

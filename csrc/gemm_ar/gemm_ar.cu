@@ -75,8 +75,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   FLUX_CHECK(choice.swaps_ab(), "no kernel that sums", args.m(), choice.config);
   gemm::ExchangeParams params = {symm, exchange, finish_of(args.bias, extras, args.out, num_sms),
                                  runtime::kGemmAr};
-  // Tiles in one column send at the same time. Sums in their order are faster only if rows are divisible and no CTA has
-  // two tiles.
+  // Tiles in one column send at the same time. Sums follow if rows are divisible and no CTA has two tiles.
   const int at_once = gemm::ceil_div(args.m(), gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows);
   const int tiles = at_once * gemm::ceil_div(args.n(), gemm::kSwapAbN);
   if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;

@@ -22,9 +22,8 @@ struct Extras {
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 
-// out = sum over ranks of x, then residual and RMSNorm as given (scatter: this rank's rows, without any); all
-// contiguous. Without RMSNorm, and except for scatter, `out` may be x or the residual. num_sms: 0 for all; with RMSNorm
-// the same on all ranks.
+// out = sum over ranks of x, then residual and RMSNorm as given (scatter: this rank's rows, without any); contiguous.
+// Without RMSNorm, but for scatter, `out` may be x or the residual. num_sms: 0 for all; with RMSNorm the same on all.
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
                 const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
                 runtime::Exchange::Mode mode, cudaStream_t stream);

@@ -1,6 +1,6 @@
 // ReduceScatter whose contributions travel as int8, with one scale for each 128 elements of a row (MegaScale-MoE, arXiv
-// 2505.11432). One launch: a warp rounds four groups at a time straight into their owner's exchange area, and the owner
-// adds what arrives in fp32, in rank order. The data is the signal (runtime/device/exchange.cuh).
+// 2505.11432). A warp rounds four groups at a time straight into their owner's exchange area, and the owner adds what
+// arrives in fp32, in rank order. The data is the signal (runtime/device/exchange.cuh).
 
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"

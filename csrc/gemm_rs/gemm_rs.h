@@ -16,9 +16,8 @@ struct Transport {
   char* staging;  // source of the copies, as large as the slots; used until the call is complete
 };
 
-// out[m / world_size, n] = rows of this rank of the sum over ranks of x * weight^T, plus bias once.
-// Every rank of the workspace must make the same call. `rounds_own`: a rank's own products are rounded to 16 bits
-// before they are summed, as those of its peers are.
+// out[m / world_size, n] = rows of this rank of the sum over ranks of x * weight^T, plus bias once. Collective.
+// `rounds_own`: a rank's own products are rounded to 16 bits before they are summed, as those of its peers are.
 void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool rounds_own, cudaStream_t stream);
 

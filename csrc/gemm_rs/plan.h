@@ -23,8 +23,7 @@ struct Layout {
   FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
 };
 
-// Copy engines send the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are computed
-// roughly in the order of the slot.
+// Copy engines send the tiles of a slot, about as they are computed, in `count` chunks with one signal each.
 struct Chunks {
   int count;
   int tiles;  // of a slot
@@ -56,9 +55,8 @@ struct Pace {
   int last_wave;  // cycles per chunk of the CTA's last tile for another rank
 };
 
-// A tile should have left when 60 % of the next mainloop are done, and all SMs together should not exceed the bandwidth
-// of the link. The last wave is paced only if a whole wave of own tiles follows; else a rank is already waiting
-// (docs/design/gemm-rs.md#pacing).
+// A tile should have left after 60 % of the next mainloop, and all SMs together not exceed the link. The last wave is
+// paced only if a whole wave of own tiles follows; else a rank is already waiting (docs/design/gemm-rs.md#pacing).
 inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
   constexpr int kCyclesPerBlock = 40;   // 60 % of the 66 that a k-block of one chunk's columns takes
   constexpr int kLinkCyclesPerSm = 20;  // 4 KB from an SM in 20 cycles for each SM: 307 GB/s at 1.5 GHz

@@ -48,7 +48,7 @@ struct SlotStore : gemm::LocalScales {
   FLUX_DEVICE static bool is_local(const Params& p, const gemm::Tile& t) { return t.shard == p.symm.rank; }
 
   // Paces the stores: beyond the bandwidth of the link they back up into the SM and delay the loads of the next
-  // mainloop; spread over it they cost next to nothing (docs/design/gemm-rs.md#pacing).
+  // mainloop (docs/design/gemm-rs.md#pacing).
   FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
@@ -142,8 +142,7 @@ struct SlotStore : gemm::LocalScales {
     for (int first = 0; first < kAccumulators; first += kPieceAccumulators) {
       if (first / gemm::kChunkAccumulators >= chunks) break;
       ptx::mbarrier_wait(smem.piece_full(warpgroup, cursor.index), cursor.phase);
-      // [peer][chunk][thread]. If the number of chunks is odd, the unused half of the last piece is added to
-      // accumulators that are not stored.
+      // [peer][chunk][thread]. The unused half of an odd last piece is added to accumulators that are not stored.
       const auto* fragments =
           reinterpret_cast<const uint4*>(smem.pointer(smem.piece(warpgroup, cursor.index, num_peers))) +
           threadIdx.x % 128;
@@ -177,9 +176,8 @@ struct SlotStore : gemm::LocalScales {
       ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));  // by each reader, for racecheck
       cursor.advance(num_pieces);
 #pragma unroll
-      for (int i = 0; i < kPieceAccumulators; ++i) {
+      for (int i = 0; i < kPieceAccumulators; ++i)
         if (first + i < kAccumulators) d[first + i] = sum[i];
-      }
     }
     // The tile is about to be written over the pieces: no warp may still be reading one.
     ptx::named_barrier_sync(gemm::kWarpgroupBarrier + warpgroup, 128);

@@ -106,8 +106,8 @@ struct ArrivingRows {
     int signals = 0;
   };
 
-  // A tile with only own tokens does not wait. Any other tile waits for its expert's share of all peers'
-  // tokens, which arrive concurrently. Each lane polls different signals, to overlap their latency.
+  // A tile with only own tokens does not wait. Any other waits for its expert's share of all peers' tokens. Each lane
+  // polls different signals, to overlap their latency.
   FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int expert,
                                 int last_row) {
     if (p.rows[last_row] / p.layout.max_tokens == p.symm.rank) return true;

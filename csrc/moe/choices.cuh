@@ -1,5 +1,4 @@
-// The exchange before routing: ranks send each other the experts and weights that each token chose, as vectors
-// without signals (runtime/device/exchange.cuh).
+// Before routing, ranks send each other the experts and weights of tokens (runtime/device/exchange.cuh).
 #pragma once
 
 #include "moe/moe.h"
@@ -18,8 +17,7 @@ struct ChoiceParams {
 };
 
 // Words j to j + kWords - 1 of a token's row of top_k words; `high`: the upper halves, if words have 64 bits (`wide`).
-// Words beyond the row keep their values. Reads whole vectors if possible, because a strided load of one word costs as
-// much as a load of a whole vector.
+// Words beyond the row keep their values. Whole vectors if possible: a strided load of one word costs as much.
 FLUX_DEVICE void read_row(const ChoiceParams& p, const void* rows, bool wide, int token, int j,
                           uint32_t (&low)[kWords], uint32_t (&high)[kWords]) {
   if (token >= p.own.tokens) return;
@@ -113,8 +111,7 @@ FLUX_DEVICE void store_words(void* to, const uint32_t (&words)[kTopK], int top_k
   }
 }
 
-// Receives the choices of the calling thread's token: returns its experts in `ids`, and writes its weights to
-// p.weights, where both layers read them.
+// Receives the choices of the calling thread's token: its experts in `ids`, and its weights in p.weights.
 template <int kTopK>
 __device__ void learn_choices(const ChoiceParams& p, const sync::Call& call, int source, int token,
                               int32_t (&ids)[kTopK]) {

@@ -1,15 +1,12 @@
-// Layer 1 as a Rows policy of the grouped GEMM: its rows are local and sorted. Tiles are computed in chunks of columns,
-// and a finished chunk is summed while the next one is computed: for each token of a peer, the weighted sum of its
-// choices' rows is sent to the peer's slots; for each own token, it and the peers' contributions are added in rank
-// order.
-//
-// Each warpgroup works independently, in units of a block of tokens. It first writes the locations of these tokens'
-// rows to shared memory. A thread has the copies for its next vectors in flight while it sums one. A call ends only
-// after the first block of every peer's first chunk has arrived, needed or not (see arriving_rows.cuh).
+// Layer 1 as a Rows policy of the grouped GEMM: its rows are local and sorted. Tiles are computed in chunks of columns.
+// A finished chunk is summed while the next one is computed: for each token of a peer, the weighted sum of its rows is
+// sent to the peer's slots; for each own token, it and the peers' contributions are added in rank order. Each warpgroup
+// works independently, in units of a block of tokens, whose rows it first looks up. A call ends only after the first
+// block of every peer's first chunk has arrived, needed or not (see arriving_rows.cuh).
 #pragma once
 
+#include "moe/activation.cuh"
 #include "moe/plan.h"
-#include "moe/products.cuh"
 #include "runtime/device/sync.cuh"
 
 namespace flux::moe {
@@ -108,8 +105,7 @@ struct CombiningRows {
   static_assert(gemm::kGroupBarrier + 1024 / kGroupThreads <= gemm::kNamedBarriers);
   static constexpr int kAnnouncer = 96;  // the thread that publishes signals; not in the warp that draws
   static constexpr int kNoRow = -1;
-  // A thread sums one vector after the other, in batches of up to kBatch terms, with the next kAhead - 1
-  // batches in flight.
+  // A thread sums vectors one after the other, in batches of up to kBatch terms; kAhead - 1 batches are in flight.
   static constexpr int kAhead = 4, kBatch = 8;
   static_assert(runtime::kMaxWorldSize - 1 <= kBatch);  // the contributions of all peers fit into one batch
   using Copies = uint4[kAhead][kBatch][kGroupThreads];
@@ -155,8 +151,7 @@ struct CombiningRows {
         {runtime::kGemmGatherRs, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
-  // Called by a warpgroup: fills `block` with the positions and weights of the unit's tokens. Half a warp handles a
-  // token, a lane handles a choice.
+  // Called by a warpgroup: fills `block` with the rows of the unit's tokens. Half a warp has a token, a lane a choice.
   FLUX_DEVICE static void find_rows(const Params& p, Block& block, const CommUnit& unit, int rows,
                                     int thread) {
     constexpr int kSteps = kBlockRows * kMaxTopK / kGroupThreads;
@@ -195,7 +190,7 @@ struct CombiningRows {
     }
   }
 
-  // Waits for the peers' contributions to the tokens of the block. If a peer sends nothing, waits for its first block.
+  // Waits for the peers' contributions to the block's tokens; of a peer that sends nothing, for its first block.
   FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, Block& block,
                                          const CommUnit& unit, int thread) {
     bool here = true;
@@ -216,9 +211,8 @@ struct CombiningRows {
     return here;
   }
 
-  // Calls visit(row, column, sum, parts) for each vector of the block that this thread handles. `sum` is the weighted
-  // sum over the choices. `parts`, only for own tokens, are the peers' contributions in rank order, kGroupThreads
-  // vectors apart.
+  // Calls visit(row, column, sum, parts) for each vector of the block that this thread handles. `sum`: over the
+  // choices. `parts`: of own tokens, the peers' contributions in rank order, kGroupThreads vectors apart.
   template <class Element, class Visit>
   FLUX_DEVICE static void for_each_sum(const Params& p, const Call& call, const Block& block, Copies& copies,
                                        const CommUnit& unit, int rows, int thread, const Visit& visit) {

@@ -4,7 +4,6 @@
 
 #include "moe/activation.cuh"
 #include "moe/moe.h"
-#include "moe/products.cuh"
 #include "runtime/device.h"
 #include "runtime/launch.h"
 
@@ -112,8 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The weighted sum over a token's experts, that reads the products once. Layer 1 uses it if its GEMM and its
-// communication run separately.
+// The weighted sum over a token's experts, if layer 1's GEMM and its communication run separately.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {

@@ -10,8 +10,7 @@ namespace {
 
 constexpr int kScheduleThreads = 256;
 
-// Writes the tile schedule, expert by expert. A scan over the experts' tile rows gives the first entry of each expert;
-// then every thread writes the entries of its experts.
+// Writes the tile schedule: a scan gives the first entry of each expert; then threads write their experts' entries.
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_kernel(const int32_t* offsets, int experts, TileEntry* tiles, int32_t* num_tile_rows) {
   __shared__ int ends[kScheduleThreads];

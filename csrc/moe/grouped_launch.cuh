@@ -4,7 +4,6 @@
 #include "gemm/sm90/kernel_table.h"
 #include "moe/moe.h"
 #include "moe/sm90_grouped_gemm.cuh"
-#include "moe/tile_choice.h"
 
 namespace flux::moe {
 
@@ -18,19 +17,16 @@ struct Schedule {
 template <class Rows, bool kFp8>
 struct GroupedFamily {
   using Params = GroupedParamsFor<kFp8, Rows>;
-  static constexpr int kThreads = kGroupedThreads, kTiles = gemm::kNumTileConfigs;
+  static constexpr int kThreads = gemm::kNumThreads, kTiles = gemm::kNumTileConfigs;
   static constexpr bool kStoresFloats = false;
   static constexpr int smem_bytes(int tile) { return grouped_smem_bytes(gemm::kTileConfigs[tile]); }
 
-  template <class Element, gemm::Major kMajorB, int kTile>
-  static constexpr auto kernel() -> void (*)(Params) {
-    if constexpr ((kFp8 && kMajorB == gemm::Major::MN) || !is_grouped_config(kTile) ||
-                  gemm::kTileConfigs[kTile].is_fp8() != kFp8) {
-      return nullptr;
-    } else {
-      return sm90_grouped_gemm<Element, kMajorB, kTile, Rows>;
-    }
+  static constexpr bool has(gemm::Major major, int tile) {
+    return (!kFp8 || major == gemm::Major::K) && is_grouped_config(tile) &&
+           gemm::kTileConfigs[tile].is_fp8() == kFp8;
   }
+  template <class Element, gemm::Major kMajorB, int kTile>
+  static constexpr auto kKernel = sm90_grouped_gemm<Element, kMajorB, kTile, Rows>;
 };
 
 inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
@@ -111,7 +107,7 @@ void launch_grouped_as(const GroupedGemmArgs& args, const Schedule& schedule, in
   params.activation = static_cast<Activation>(args.activation);
   params.out = args.out;
   params.rows = rows;
-  runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
+  runtime::Launch(num_sms, gemm::kNumThreads, grouped_smem_bytes(tile), stream)
       .run(gemm::KernelTable<GroupedFamily<Rows, kFp8>>::on_current_device().get(
                args.dtype, args.transpose_weight, config),
            params);
@@ -120,8 +116,9 @@ void launch_grouped_as(const GroupedGemmArgs& args, const Schedule& schedule, in
 template <class Rows>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
-  const auto launch = args.is_fp8() ? launch_grouped_as<Rows, true> : launch_grouped_as<Rows, false>;
-  launch(args, schedule, expected_rows, rows, stream, tiles_per_chunk);
+  (args.is_fp8() ? launch_grouped_as<Rows, true> : launch_grouped_as<Rows, false>)(args, schedule,
+                                                                                   expected_rows, rows,
+                                                                                   stream, tiles_per_chunk);
 }
 
 // --- Rows policies without communication ---

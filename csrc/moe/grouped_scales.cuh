@@ -1,6 +1,5 @@
-// Scales of fp8 operands in grouped GEMMs. Those of the rows of x, or of their k-blocks, arrive with each stage: rows of
-// an expert can begin and lie anywhere. One scale for all rows, and scales of the weight that do not depend on K, are
-// applied to the sums.
+// Scales of fp8 operands in grouped GEMMs. Those of rows of x arrive with each stage: rows of an expert begin anywhere.
+// One scale for all rows, and scales of the weight that do not depend on K, are applied to the sums.
 #pragma once
 
 #include "gemm/sm90/scales.cuh"

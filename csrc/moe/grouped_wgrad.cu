@@ -17,7 +17,6 @@
 
 namespace flux::moe {
 
-constexpr int kWgradThreads = 128 * (1 + gemm::kNumMathWarpgroups);
 constexpr int kWgradProducerRegisters = 80;
 constexpr int kWgradMathRegisters = 208;
 constexpr int kWgradCluster = 2;           // CTAs that share the loads of x
@@ -64,9 +63,8 @@ FLUX_DEVICE void for_each_wgrad_tile(const GroupedWgradParams& p, int cta, const
   }
 }
 
-// Stages 32 columns of fp32 sums for a TMA copy with the 128-byte swizzle. d: 16 accumulators of a thread. Two adjacent
-// columns are eight bytes; lanes of odd rows store their blocks of eight columns in another order, so that half a warp
-// finds all banks.
+// Stages 32 columns of fp32 sums for a TMA copy with the 128-byte swizzle. d: 16 accumulators of a thread. Lanes of odd
+// rows store their blocks of eight columns in another order, so that half a warp finds all banks.
 FLUX_DEVICE void stage_floats(uint32_t slab, int thread, const float* d) {
   const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
   const bool odd = row % 2 != 0;
@@ -86,7 +84,7 @@ FLUX_DEVICE void stage_floats(uint32_t slab, int thread, const float* d) {
 }
 
 template <class Element, bool kAdds, int kConfig>
-__global__ void __launch_bounds__(kWgradThreads, 1)
+__global__ void __launch_bounds__(gemm::kNumThreads, 1)
     sm90_grouped_wgrad(const __grid_constant__ GroupedWgradParams params) {
   constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
   constexpr int kBlockN = kTile.block_n;
@@ -236,21 +234,17 @@ constexpr bool is_wgrad_config(int config) { return config == 0 || config == 1; 
 template <bool kAdds>
 struct WgradFamily {
   using Params = GroupedWgradParams;
-  static constexpr int kThreads = kWgradThreads, kTiles = gemm::kNumTileConfigs;
+  static constexpr int kThreads = gemm::kNumThreads, kTiles = gemm::kNumTileConfigs;
   static constexpr bool kStoresFloats = false;
   static constexpr int smem_bytes(int tile) {
     return is_wgrad_config(tile) ? wgrad_smem_bytes(gemm::kTileConfigs[tile]) : 0;
   }
 
-  // There is one layout of operands: that of index 0 of the table.
-  template <class Element, gemm::Major kLayout, int kTile>
-  static constexpr auto kernel() -> void (*)(Params) {
-    if constexpr (kLayout == gemm::Major::MN || !is_wgrad_config(kTile)) {
-      return nullptr;
-    } else {
-      return sm90_grouped_wgrad<Element, kAdds, kTile>;
-    }
+  static constexpr bool has(gemm::Major layout, int tile) {
+    return layout == gemm::Major::K && is_wgrad_config(tile);  // there is one layout
   }
+  template <class Element, gemm::Major, int kTile>
+  static constexpr auto kKernel = sm90_grouped_wgrad<Element, kAdds, kTile>;
 };
 
 template <bool kAdds>
@@ -275,7 +269,7 @@ void launch(const GroupedWgradArgs& args, cudaStream_t stream) {
   auto& kernels = gemm::KernelTable<WgradFamily<kAdds>>::on_current_device();
   const int clusters = std::min(kernels.resident_clusters(config, kWgradCluster),
                                 runtime::usable_sms(args.num_sms) / kWgradCluster);
-  runtime::Launch(std::max(1, clusters) * kWgradCluster, kWgradThreads,
+  runtime::Launch(std::max(1, clusters) * kWgradCluster, gemm::kNumThreads,
                   WgradFamily<kAdds>::smem_bytes(config), stream)
       .cluster(kWgradCluster)
       .run(kernels.get(args.dtype, /*transpose_weight=*/false, config), params);

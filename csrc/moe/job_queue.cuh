@@ -1,9 +1,6 @@
-// The tile scheduler of the grouped GEMM. One warp looks up the next tile: its index, its expert, its rows,
-// their locations, and whether they have arrived. Each lookup has the latency of global memory; loaders that did this
-// themselves stalled (docs/design/moe.md#the-grouped-gemm).
-//
-// The scheduler draws a tile when the loader requests one, not as soon as the queue has room: a tile that is drawn
-// too early is not available to an idle CTA.
+// The tile scheduler of the grouped GEMM. One warp looks up the next tile: its rows, where they are, and whether they
+// have arrived. Loaders that did this themselves stalled (docs/design/moe.md#the-grouped-gemm). A tile is drawn when
+// the loader requests one, not as soon as the queue has room: else an idle CTA could not have it.
 #pragma once
 
 #include "gemm/sm90/smem.cuh"
@@ -45,8 +42,7 @@ struct JobQueue {
   }
 };
 
-// The state of a thread that reads jobs. Each reader of an entry arrives on `empty` itself, and each writer arrives on
-// `full` itself, so that racecheck sees the order.
+// The state of a thread that reads jobs. Readers and writers arrive themselves, so that racecheck sees the order.
 struct JobReader {
   gemm::RingCursor<JobQueue::kEntries> cursor;
 

@@ -45,8 +45,7 @@ struct ExpertRows {
 void gather_rows(const ExpertRows& rows, const void* x, const int32_t* tokens, const float* scores, void* out,
                  cudaStream_t stream);
 
-// dots[row] = data[row] . x[row], if x is not null; then data[row] *= scores[row], if scores is not null. Zeros in data
-// and dots for rows that no expert has.
+// dots[row] = data[row] . x[row], if x is given; then data[row] *= scores[row], if given. Zeros for rows of no expert.
 void finish_rows(const ExpertRows& rows, void* data, const float* scores, const void* x, float* dots,
                  cudaStream_t stream);
 
@@ -114,8 +113,7 @@ struct GroupedWgradArgs {
   int num_sms;           // 0: all SMs
 };
 
-// out[e] = grad^T * x over the rows of each expert e, or added to out[e]: summed in fp32, and rounded only if stored.
-// Rows of no expert are not used, whatever they hold.
+// out[e] = grad^T * x over the rows of each expert e, or added to out[e], in fp32. Rows of no expert are not used.
 void grouped_wgrad(const GroupedWgradArgs& args, cudaStream_t stream);
 
 // --- layers in one launch each (COMET, arXiv 2502.19811, sections 3 and 4) ---
@@ -134,8 +132,8 @@ struct CombineArgs {
 };
 
 // Layer 1. combine.out = for each token of this rank, the sum over ranks and choices of weight * (its row of x * W^T).
-// args.x [max_rows, k] is in the order of the routing, which provides the schedule. args.out [max_rows, n]: scratch
-// memory for the products. args.config must be given: chunks are counted in its tiles.
+// The routing gives the order of args.x [max_rows, k], and the schedule. args.out [max_rows, n]: scratch memory for the
+// products. args.config must be given: chunks are counted in its tiles.
 void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream);
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "gemm/tile_config.h"
+#include "gemm/select.h"
 
 namespace flux::moe {
 
@@ -46,8 +46,7 @@ struct Layout {
     return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be invalid
   }
 
-  // Own tokens are step 0. Every rank sends to rank+1 first, so the tokens of rank-1 arrive next. Its own inverse: also
-  // the source of a step.
+  // Own tokens are step 0, those of rank-1 arrive next: every rank sends to rank+1 first. Also the source of a step.
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
 
   // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Else a token's slot row is
@@ -69,8 +68,7 @@ struct Layout {
 
 // ---- the routing kernel ------------------------------------------------------------------------------------
 
-// Threads of a CTA, one token each. Few threads spread the work over more SMs; many are needed if otherwise not all
-// CTAs would be resident.
+// Threads of a CTA, one token each: few, to use more SMs, but so many that all CTAs are resident.
 constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512, kMostRouteThreads = 1024;
 constexpr int kManyRouteCtas = 100;
 // SMs that a launch leaves to kernels that wait for other ranks, such as NCCL's: or both would wait for each other.
@@ -109,9 +107,8 @@ FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
 // ---- layer 0: the order in which tokens are sent -------------------------------------------------------------
 
 // Tiles are computed expert by expert, so tokens are sent in the order of the first expert that needs them: that of a
-// token of share s is below ends[s], and not below ends[s - 1]. The experts of share 0 can start when a fraction of the
-// tokens has arrived. A unit is the work of one CTA at a time: of `part_tokens` consecutive tokens, those of one share
-// that go to one peer.
+// token of share s is below ends[s], and not below ends[s - 1]. A unit is the work of one CTA at a time: of
+// `part_tokens` consecutive tokens, those of one share that go to one peer.
 struct SendUnit {
   int share, part, peer;
 };
@@ -288,6 +285,40 @@ inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int exp
   const double comm_us = (expected_rows + sums) * n * gemm::kResultBytes / kSumBytesPerSmUs;
   const int ctas = static_cast<int>(num_sms * comm_us / (gemm_us + comm_us) + 0.5);
   return std::clamp(ctas, read_us > compute_us ? std::max(1, num_sms / 8) : 1, std::max(1, num_sms / 2));
+}
+
+// ---- tile shapes: chosen by sizes that are the same on all ranks, which count chunks of columns in tiles ---------
+
+// Ids in tile_config.h of the shapes that are stored in whole 64-column panels; those of fp8 promote.
+constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 17, 11, 10};
+constexpr bool is_grouped_config(int config) {
+  for (const int one : kGroupedConfigs)
+    if (one == config) return true;
+  return false;
+}
+
+// The fastest shape for `num_rows` rows over all experts, as modelled from the number of waves; ties: the first one.
+// The last tile of an expert is half full on average.
+inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int k, int num_sms,
+                                 int operand_bytes = 2) {
+  const double filled = std::min<double>(experts, static_cast<double>(num_rows));
+  const double tile_rows =
+      filled * std::max(1.0, static_cast<double>(num_rows) / filled / gemm::kBlockM + 0.5);
+  int best = -1;
+  double best_us = INFINITY;
+  for (const int config : kGroupedConfigs) {
+    const gemm::TileConfig& tile = gemm::kTileConfigs[config];
+    if (tile.operand_bytes() != operand_bytes) continue;
+    const int block_n = tile.block_n;
+    const double waves = std::ceil(tile_rows * gemm::ceil_div(columns, block_n) / num_sms);
+    const double block_us = gemm::k_block_us(tile, 0.128 * (gemm::kBlockM + block_n), /*in_pairs=*/false);
+    const double time_us = waves * (gemm::ceil_div(k, tile.block_k()) * block_us + 0.5);
+    if (time_us < best_us) {
+      best = config;
+      best_us = time_us;
+    }
+  }
+  return best;
 }
 
 }  // namespace flux::moe

@@ -41,14 +41,12 @@ struct Params : ChoiceParams {
   }
 };
 
-// The tokens of a source that a slice needs: their number in earlier CTAs, their total, and the index after the
-// last one.
+// Tokens of a source that a slice needs: in earlier CTAs, in all, and the index after the last one.
 struct Numbers {
   int before, count, end;
 };
 
-// The work of a CTA: kThreads tokens of one source, each with at most kTopK choices. Most loops are not unrolled, because
-// code that runs a few times costs instruction fetches.
+// The work of a CTA: kThreads tokens of one source. Loops are mostly not unrolled: instruction fetches cost more.
 template <int kThreads, int kTopK>
 struct Cta {
   static constexpr int kWarps = kThreads / 32;
@@ -182,8 +180,8 @@ struct Cta {
 
   // ---- placing --------------------------------------------------------------------------------------------------
 
-  // `all`: the number of an expert's tokens in CTAs begin to end - 1. `before`: in those of them before `middle`. A
-  // batch of counts is loaded before the first is added, to overlap the L2 latency.
+  // An expert's tokens in CTAs begin to end - 1, and in those of them before `middle`. A batch of counts is loaded
+  // before the first is added.
   struct Counts {
     int all, before;
   };
@@ -447,7 +445,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   FLUX_CHECK(!exchanges || symm != nullptr, layout.world_size);
   if (exchanges) FLUX_CHECK(route_exchange_bytes(layout) <= symm->exchange_bytes, symm->exchange_bytes);
   kernels.load();
-  // Words of the histograms. `needed` follows at an even word, because its pairs of words are read as one.
+  // Words of the histograms. `needed` follows at an even word: its pairs of words are read as one.
   const int experts = layout.local_experts();
   const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * experts;
   OwnChoices aligned = own;

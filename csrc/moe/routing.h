@@ -1,7 +1,6 @@
 // Routing: computes from every token's experts the order of rows, the tokens that ranks send each other, and the tile
-// schedule. Both layers read the arrays. These have fixed maximum sizes, so the host needs no counts. plan.h defines
-// the meaning of each number. route_on_host is the sequential reference: the CPU path uses it, and tests compare the
-// kernel (routing.cu) with it.
+// schedule, in arrays of fixed maximum sizes: the host needs no counts. plan.h defines each number. route_on_host is
+// the sequential reference: the CPU path uses it, and tests compare the kernel (routing.cu) with it.
 #pragma once
 
 #include <numeric>
@@ -35,24 +34,6 @@ RoutingArrays routing_arrays(const Array& array) {
           words(3), words(4), words(5),
           words(6), words(7), static_cast<TileEntry*>(array(8)),
           words(9)};
-}
-
-// Writes the tile schedule for complete `counts`; returns the number of tile rows.
-inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* counts, TileEntry* tiles) {
-  const int steps = layout.world_size, early_experts = make_send_order(layout).early_experts();
-  int base = 0;
-  for (const bool early : {true, false}) {
-    for (int expert = 0; expert < layout.local_experts(); ++expert) {
-      const int32_t* sources = counts + expert * steps;
-      const int rows = std::accumulate(sources, sources + steps, 0);
-      const int before = early_tiles(expert, early_experts, sources[0], rows, block_m);
-      const int first = early ? 0 : before;
-      const int count = early ? before : ceil_div(rows, block_m) - before;
-      for (int i = 0; i < count; ++i) tiles[base + i] = make_entry(expert, first, count, base, i);
-      base += count;
-    }
-  }
-  return base;
 }
 
 // The lowest expert of a slice among the experts `ids` of a token, or -1.
@@ -141,7 +122,20 @@ inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids,
     for (int token = 0; token < layout.max_tokens; ++token)
       out.firsts[begin + token] = first_expert(layout, own + token * k, to);
   }
-  *out.num_tiles = schedule_tiles(layout, block_m, out.counts, out.tiles);
+  const int early_experts = make_send_order(layout).early_experts();
+  int base = 0;
+  for (const bool early : {true, false}) {
+    for (int expert = 0; expert < experts; ++expert) {
+      const int32_t* sources = out.counts + expert * steps;
+      const int rows = std::accumulate(sources, sources + steps, 0);
+      const int before = early_tiles(expert, early_experts, sources[0], rows, block_m);
+      const int first = early ? 0 : before;
+      const int count = early ? before : ceil_div(rows, block_m) - before;
+      for (int i = 0; i < count; ++i) out.tiles[base + i] = make_entry(expert, first, count, base, i);
+      base += count;
+    }
+  }
+  *out.num_tiles = base;
   for (int i = *out.num_tiles; i < layout.max_tiles(block_m); ++i) out.tiles[i] = {0, 0, 0, 0};
 }
 

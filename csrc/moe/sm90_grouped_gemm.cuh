@@ -45,15 +45,9 @@
 
 namespace flux::moe {
 
-constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
-// The launch has 168 registers a thread; 128 * 104 + 256 * 200 and 128 * 88 + 256 * 208 are the same total. A gatherer
-// holds 16 addresses; math threads of a tile in parts hold 192 sums and products.
-constexpr int grouped_producer_registers(const gemm::TileConfig& c) {
-  return gemm::column_parts(c) > 1 ? 88 : 104;
-}
-constexpr int grouped_math_registers(const gemm::TileConfig& c) {
-  return gemm::column_parts(c) > 1 ? 208 : 200;
-}
+// The launch has 168 registers a thread; 128 * 104 + 256 * 200 and 128 * 88 + 256 * 208 are the same total.
+constexpr int grouped_producer_registers(const gemm::TileConfig& c) { return column_parts(c) > 1 ? 88 : 104; }
+constexpr int grouped_math_registers(const gemm::TileConfig& c) { return column_parts(c) > 1 ? 208 : 200; }
 constexpr int kGroupedLaunchRegisters = 168;
 
 template <class Rows>
@@ -100,8 +94,8 @@ FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   }
 }
 
-// Called by a warp: copies kRows staged rows (gemm::stage_rows) to global memory. The first staged element has row
-// `first_row` and column `column` in the tile. Skips rows and columns beyond the edges.
+// Called by a warp: copies kRows staged rows (gemm::stage_rows) to global memory, but none beyond the edges. The first
+// staged element has row `first_row` and column `column` in the tile.
 template <int kColumns, int kRows, class Rows>
 FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job, int tile_columns,
                                    uint32_t staged, int first_row, int column) {
@@ -156,7 +150,7 @@ FLUX_DEVICE void load_weight(const CUtensorMap* map, uint32_t b, uint32_t full, 
 }
 
 template <class Element, gemm::Major kMajorB, int kConfig, class Rows>
-__global__ void __launch_bounds__(kGroupedThreads, 1) sm90_grouped_gemm(
+__global__ void __launch_bounds__(gemm::kNumThreads, 1) sm90_grouped_gemm(
     const __grid_constant__ GroupedParamsFor<gemm::kTileConfigs[kConfig].is_fp8(), Rows> params) {
   using gemm::kBlockM;
   constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
@@ -271,9 +265,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1) sm90_grouped_gemm(
         if (lane == 0) Rows::end(params.rows, call);  // while the last tiles are computed
       }
     } else if constexpr (!Rows::kInOrder) {
-      // Eight threads load the 128 bytes of a row in a k-block; a warp loads four rows at a time. Rows that do
-      // not exist keep their old content, and their results are dropped. Loading the last row again instead is
-      // slow, because many copies of one line follow each other (docs/design/moe.md#the-grouped-gemm).
+      // Eight threads load the 128 bytes of a row in a k-block; a warp loads four rows at a time. Rows that do not
+      // exist keep their old content, and their results are dropped (docs/design/moe.md#the-grouped-gemm).
       constexpr int kEach = kBlockM / 2 / 4;
       const int piece = ptx::lane() % 8, row_in_four = ptx::lane() / 8;
       const int first_row = (warp - 2) * (kBlockM / 2) + row_in_four;

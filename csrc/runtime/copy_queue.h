@@ -10,9 +10,8 @@
 
 namespace flux::runtime {
 
-// Exclusive access of this thread to the copy stream of the current device, for the lifetime of the object. Work runs
-// in order. One stream, one peer after the other: copies to all peers at once have less bandwidth
-// (docs/design/gemm-rs.md#copy-engines).
+// Exclusive access to the copy stream of the current device, for the lifetime of the object. One peer after the other:
+// copies to all at once have less bandwidth (docs/design/gemm-rs.md#copy-engines).
 class CopyQueue {
  public:
   CopyQueue() : queue_(Queue::of_current_device()), lock_(queue_.mutex) {}
@@ -63,8 +62,7 @@ class CopyQueue {
     FLUX_CUDA_CHECK(cudaEventRecord(queue_.done, queue_.stream));
     FLUX_CUDA_CHECK(cudaStreamWaitEvent(stream, queue_.done));
   }
-  // Must be the last call, unless that is join. Consecutive words are one driver call, each of which costs the host
-  // microseconds.
+  // Must be the last call, unless that is join. Words are batched: each driver call costs the host microseconds.
   void submit() { submit_to(queue_.stream); }
 
  private:

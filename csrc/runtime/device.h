@@ -1,5 +1,4 @@
-// Properties of the current GPU, and driver functions without linking libcuda: the library must load where there is no
-// driver.
+// Of the current GPU, and driver functions without linking libcuda: the library must load where there is no driver.
 #pragma once
 
 #include <cuda_runtime_api.h>

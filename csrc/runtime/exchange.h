@@ -68,8 +68,7 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   return {.m = m, .n = n, .world_size = world_size, .mode = mode, .shard = shard};
 }
 
-// Treats a matrix as one row, but in two-shot mode an owner gets whole rows of it: the space is that of a number of
-// rows rounded up to a multiple of the world size.
+// Treats a matrix as one row, but in two-shot mode an owner gets whole rows of it.
 inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   Exchange exchange = make_exchange(1, m * n, world_size, mode);
   if (mode == Exchange::Mode::kTwoShot) exchange.shard = (m + world_size - 1) / world_size * n;
@@ -81,8 +80,7 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
   constexpr double kHopUs = 1.7;  // from a store to the peer's poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
-  // With two ranks both send the same amount. A sum in a launch of its own (m == 1) accesses local memory less often
-  // two-shot (docs/design/decode.md#what-made-the-sum-faster).
+  // A sum of its own of two ranks sends as much either way (docs/design/decode.md#what-made-the-sum-faster).
   constexpr double kAloneTwoShotBytes = 2.5e6;
   if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);

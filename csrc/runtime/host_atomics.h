@@ -32,9 +32,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// Waits until the word has reached `epoch` or `timeout` has passed; returns the last value, acquired. Spins for a peer
-// that signals soon, yields for one on the same core, then sleeps. `poll` is called about every 50 ms, and may throw to
-// end the wait.
+// Waits until the word has reached `epoch` or `timeout` has passed; returns the last value, acquired. Spins, yields to
+// a peer on the same core, then sleeps. `poll` is called about every 50 ms, and may throw to end the wait.
 template <class Poll>
 uint32_t wait_at_least(uint64_t address, uint32_t epoch, Clock::duration timeout, Poll&& poll) {
   constexpr int kSpins = 200, kYields = 64;

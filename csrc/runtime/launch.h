@@ -30,8 +30,7 @@ class Launch {
     dimension.y = dimension.z = 1;
     return *this;
   }
-  // Programmatic dependent launch: the kernel starts while the previous kernel of the stream still runs, and waits for
-  // its results in ptx::wait_for_earlier_kernels.
+  // Programmatic dependent launch: starts while the previous kernel runs, and waits in ptx::wait_for_earlier_kernels.
   Launch& early_start(bool allowed) {
     if (allowed)
       add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;

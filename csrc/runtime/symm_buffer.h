@@ -63,8 +63,7 @@ struct Header {
   uint32_t aborted;     // sticky: a wait timed out, later calls must not wait again
   uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
   uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
-  // Of the running call, if its CTAs sum: how many have begun, and have left (gemm/shares.cuh). MoE layer 1: how many
-  // of those that only compute tiles have begun.
+  // Of the running call: CTAs that have begun, and have left (gemm/finish.cuh); or, in MoE layer 1, that only compute.
   uint32_t ctas_begun;
   uint32_t next_share;  // of the running call: CTAs draw which share of a sum they process
   uint32_t gave_up;     // the rank, plus one, of a peer that has recorded a failure; written by that peer
@@ -91,8 +90,8 @@ struct SymmBuffer {
   uint64_t timeout_ns;
 
   FLUX_HD Header* header() const { return reinterpret_cast<Header*>(peers[rank]); }
-  // Each source has its own region of words, the same in every call: a word of different sources in calls of different
-  // shapes could be signalled by the faster source for the slower one.
+  // Each source has its own region of words: a word of different sources in calls of different shapes could be
+  // signalled by the faster source for the slower one.
   FLUX_HD uint32_t* signal(int peer, int slot, int index) const {
     const int words_per_slot = static_cast<int>(signal_bytes / sizeof(uint32_t)) / (world_size - 1);
     return reinterpret_cast<uint32_t*>(peers[peer] + kHeaderBytes) + slot * words_per_slot + index;

@@ -45,11 +45,10 @@ CUtensorMap encode(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swi
 
   const Matrix& matrix = matrices.first;
   const auto make = [&] {
-    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns),
-                                 static_cast<cuuint64_t>(matrix.rows),
-                                 static_cast<cuuint64_t>(matrices.count)};
-    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(matrix.row_stride * element_bytes(dtype)),
-                                   static_cast<cuuint64_t>(matrices.step * element_bytes(dtype))};
+    using Size = cuuint64_t;
+    const Size sizes[3] = {Size(matrix.columns), Size(matrix.rows), Size(matrices.count)};
+    const Size strides[2] = {Size(matrix.row_stride * element_bytes(dtype)),
+                             Size(matrices.step * element_bytes(dtype))};
     const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
     const cuuint32_t element_strides[3] = {1, 1, 1};
     CUtensorMap map;

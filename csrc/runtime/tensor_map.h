@@ -27,8 +27,12 @@ struct Matrix {
   int64_t row_stride;  // in elements; the last dimension is contiguous
 };
 
-// A box is stored in shared memory row by row, with the swizzle of the row's size: 32, 64 or 128 bytes. Elements
-// outside the matrix are read as zero and not written.
+// A matrix of the same shape elsewhere.
+inline Matrix at(const void* address, const Matrix& like) {
+  return {address, like.rows, like.columns, like.row_stride};
+}
+
+// A box is stored row by row, with the swizzle of the row's size: 32, 64 or 128 bytes. Outside the matrix are zeros.
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows);
 
 // Tensor map of fp32 vectors, one in each row of the matrix. A box is a part of one of them, not swizzled.

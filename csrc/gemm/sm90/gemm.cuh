@@ -76,9 +76,7 @@ struct TileQueueWriter {
 
 // --- the kernel ---
 
-constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
-// Of 65,536 registers a CTA uses 128 * 80 + 256 * 208 = 63,488. The storers of GEMM+ReduceScatter spill with 56
-// registers, and just fit into 72.
+// Of 65,536 registers a CTA uses 128 * 80 + 256 * 208 = 63,488. Storers of GEMM+ReduceScatter just fit into 72.
 constexpr int kProducerRegisters = 80;
 constexpr int kMathRegisters = 208;
 
@@ -98,8 +96,7 @@ struct GemmParams {
 template <bool kFp8, class Store>
 using GemmParamsFor = std::conditional_t<kFp8, WithScales<GemmParams<Store>>, GemmParams<Store>>;
 
-// Element: the type of the result (or fp32, see ScaleParams), of the bias and of what travels; in tiles of 16-bit
-// operands also of these.
+// Element: the type of the result (or fp32, see ScaleParams), of the bias, of what travels, and of 16-bit operands.
 template <class Element, Major kMajorB, int kConfig, class Store>
 __global__ void __launch_bounds__(kNumThreads, 1)
     sm90_gemm(const __grid_constant__ GemmParamsFor<kTileConfigs[kConfig].is_fp8(), Store> params) {
@@ -214,8 +211,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::let_next_kernel_start();
         Store::end(params.store, call);
         if (cluster_size > 1) {
-          // Waits for the partner's last arrivals on this CTA's mbarriers. If this CTA had exited by then, they
-          // would corrupt the mbarriers of the next launch.
+          // The partner's last arrivals would otherwise corrupt the mbarriers of the next launch.
           for (int stage = 0; stage < kTile.stages; ++stage, ring.advance())
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           if (cta == 0) next_tile.drain(smem);

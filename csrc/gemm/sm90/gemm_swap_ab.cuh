@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1) sm90_gemm_swap_ab(
     ptx::named_barrier_sync(kEpochBarrier, kSwapAbThreads);
     Output::end(params.output, shares);
   } else {
-    // The latency of reading the epoch overlaps with the first TMA loads, which do not depend on it. The loader warp
-    // closes the call after all threads have arrived on kEpochBarrier, that is, have read the epoch.
+    // The latency of reading the epoch overlaps with the first TMA loads. The loader warp closes the call after all
+    // threads have arrived on kEpochBarrier, that is, have read the epoch.
     const auto call = Output::begin(params.output);
     ptx::named_barrier_arrive(kEpochBarrier, kSwapAbThreads);
     constexpr int kAccumulators = kRows / 2;
@@ -416,8 +416,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1) sm90_gemm_swap_ab(
   }
 
   __syncthreads();
-  // A CTA must not exit while its copies to other CTAs are in flight, or while other CTAs may still arrive on its
-  // barriers. A CTA that reaches this point has received everything that was sent to it.
+  // A CTA must not exit while its copies to others are in flight, or while others may arrive on its barriers. What was
+  // sent to this one has been received.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
 }
 

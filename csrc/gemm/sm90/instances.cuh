@@ -1,5 +1,4 @@
-// Compiles the kernels of a family where `template class KernelTable<Family>` stands. The files of csrc/instances are
-// separate only so that they compile in parallel.
+// Compiles the kernels of a family where `template class KernelTable<Family>` stands (csrc/instances: in parallel).
 #pragma once
 
 #include "gemm/sm90/kernel_table.h"

@@ -14,14 +14,14 @@ namespace flux::gemm {
 //   kThreads, kTiles                          threads of a CTA, number of tile shapes
 //   kStoresFloats                             whether results may be fp32
 //   smem_bytes(tile)                          shared memory of a CTA
-//   kernel<Element, kMajor, kTile>()          the instance, or null if there is none
+//   has(kMajor, tile)                         whether there are kernels
+//   kKernel<Element, kMajor, kTile>           one of them
 template <class Family>
 class KernelTable {
  public:
   using Kernel = void (*)(typename Family::Params);
 
-  // With its kernels loaded, and their shared-memory limits raised. Defined in instances.cuh: what calls it does not
-  // compile the kernels.
+  // Kernels are loaded, and may use their shared memory. Defined in instances.cuh: callers do not compile kernels.
   static KernelTable& on_current_device();
 
   // dtype: of the result. Results in fp32, if there are any, come from the kernels for bf16.
@@ -59,10 +59,16 @@ class KernelTable {
   template <int kTile>
   void fill() {
     static_assert(Family::smem_bytes(kTile) <= kSmemLimit);
-    kernels_[0][0][kTile] = Family::template kernel<__nv_bfloat16, Major::K, kTile>();
-    kernels_[0][1][kTile] = Family::template kernel<__nv_bfloat16, Major::MN, kTile>();
-    kernels_[1][0][kTile] = Family::template kernel<__half, Major::K, kTile>();
-    kernels_[1][1][kTile] = Family::template kernel<__half, Major::MN, kTile>();
+    add<Major::K, kTile>();
+    add<Major::MN, kTile>();
+  }
+
+  template <Major kMajor, int kTile>
+  void add() {
+    if constexpr (Family::has(kMajor, kTile)) {
+      kernels_[0][kMajor == Major::MN][kTile] = Family::template kKernel<__nv_bfloat16, kMajor, kTile>;
+      kernels_[1][kMajor == Major::MN][kTile] = Family::template kKernel<__half, kMajor, kTile>;
+    }
   }
 
   void raise_limits() const {

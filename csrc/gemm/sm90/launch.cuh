@@ -39,22 +39,17 @@ struct GemmFamily {
   static constexpr bool kStoresFloats = kFp8 && !Store::kReduces;
   static constexpr int smem_bytes(int tile) { return gemm::smem_bytes(kTileConfigs[tile]); }
 
-  template <class Element, Major kMajorB, int kTile>
-  static constexpr auto kernel() -> void (*)(Params) {
-    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
-    // Tiles travel, or rows of x. With split K every CTA of a cluster would add the peers' contributions.
-    static_assert(!(Store::kReduces && (Store::kGathers || Store::kSplitsK)));
-    constexpr TileConfig kConfig = kTileConfigs[kTile];
-    if constexpr (kConfig.is_fp8() != kFp8 || (Store::kSplitsK && !supports_split(kConfig)) ||
-                  (Store::kReduces   ? !supports_sending(kConfig)
-                   : Store::kGathers ? !supports_gathering(kConfig)
-                                     : !supports_keeping(kConfig)) ||
-                  (kMajorB == Major::MN && !supports_transposed_weight(kConfig))) {
-      return nullptr;
-    } else {
-      return sm90_gemm<Element, kMajorB, kTile, Store>;
-    }
+  // Tiles travel, or rows of x. With split K every CTA of a cluster would add the peers' contributions.
+  static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
+  static_assert(!(Store::kReduces && (Store::kGathers || Store::kSplitsK)));
+  static constexpr bool has(Major major, int tile) {
+    const TileConfig& c = kTileConfigs[tile];
+    return c.is_fp8() == kFp8 && (!Store::kSplitsK || supports_split(c)) &&
+           supports(c, Store::kReduces, Store::kGathers) &&
+           (major == Major::K || supports_transposed_weight(c));
   }
+  template <class Element, Major kMajorB, int kTile>
+  static constexpr auto kKernel = sm90_gemm<Element, kMajorB, kTile, Store>;
 };
 
 // Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand

@@ -13,16 +13,12 @@ struct SwapAbFamily {
   static constexpr bool kStoresFloats = kFp8;
   static constexpr int smem_bytes(int tile) { return swap_ab_smem_bytes(kSwapAbConfigs[tile]); }
 
-  template <class Element, Major kMajorW, int kTile>
-  static constexpr auto kernel() -> void (*)(Params) {
-    constexpr SwapAbConfig kConfig = kSwapAbConfigs[kTile];
-    if constexpr (kConfig.is_fp8 != kFp8 || (kFp8 && kMajorW == Major::MN) ||
-                  (Output::kSums && !supports_sum(kConfig))) {
-      return nullptr;
-    } else {
-      return sm90_gemm_swap_ab<Element, kMajorW, kTile, Output>;
-    }
+  static constexpr bool has(Major major, int tile) {
+    const SwapAbConfig& c = kSwapAbConfigs[tile];
+    return c.is_fp8 == kFp8 && (!kFp8 || major == Major::K) && (!Output::kSums || supports_sum(c));
   }
+  template <class Element, Major kMajorW, int kTile>
+  static constexpr auto kKernel = sm90_gemm_swap_ab<Element, kMajorW, kTile, Output>;
 };
 
 template <class Output, bool kFp8>

@@ -64,8 +64,7 @@ struct Wgmma {
   }
 };
 
-// wgmma descriptor of a shared-memory operand with the 128-byte swizzle. Offsets are in bytes; wgmma reads
-// `leading` only for MN-major operands.
+// wgmma descriptor of an operand with the 128-byte swizzle. Offsets in bytes; `leading`: of MN-major operands only.
 FLUX_DEVICE uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
@@ -255,8 +254,8 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
   }
 }
 
-// As `multiply`, for tiles with kN columns that promote: of OfE4M3 or OfE5M2, as the type of x is. The type of x is no template parameter of kernels: a second
-// mainloop is shorter than a second kernel. Without promotion, ptxas would serialise the wgmmas of both.
+// As `multiply`, for tiles with kN columns that promote: of OfE4M3 or OfE5M2, as the type of x is. A second mainloop is
+// shorter than a second kernel. Without promotion, ptxas would serialise the wgmmas of both.
 template <class OfE4M3, class OfE5M2, int kN, int kBlocks = 1, class Ring, class Full, class GetOperands,
           class Release, class Promotion>
 FLUX_DEVICE void multiply_fp8(bool e5m2, Ring& ring, int num_stages, float (&d)[kN / 2], const Full& full,

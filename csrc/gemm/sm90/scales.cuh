@@ -35,8 +35,8 @@ constexpr int kScalePart = kScaleBlock % kBlockN == 0   ? kBlockN
 template <int kBlockN>
 constexpr int kScaleParts = kBlockN / kScalePart<kBlockN>;
 
-// Scales of the weight along K. A warp loads those of 32 k-blocks at once, one a lane. If all lanes loaded the same one,
-// ptxas would move it to a uniform register as it arrives, and wait for it before the wgmmas.
+// Scales of the weight along K. A warp loads those of 32 k-blocks at once, one a lane: a scale that all lanes load
+// would be moved to a uniform register, and waited for before the wgmmas.
 struct WeightScales {
   const float* first;  // null: one
   int last_block;      // of this CTA
@@ -49,8 +49,8 @@ struct WeightScales {
   }
 };
 
-// Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns, in kParts parts of the same width. A tile has
-// columns of at most two blocks of the weight's scales. Scales that are not of blocks are one here.
+// Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns, in kParts parts of the same width, of at most
+// two blocks of the weight's scales. Scales that are not of blocks are one here.
 template <int kBlockN, int kParts, class Smem>
 struct TilePromotion {
   static constexpr bool kPromotes = true, kReadsLate = false;
@@ -141,9 +141,9 @@ struct SwapAbPromotion {
   }
 };
 
-// Applies the scales of rows and columns to the sums of a half tile. `x`: the scale of its first row; it has `rows` rows.
-// A warp loads each scale of a column once, and all of them before it needs the first: lane i loads those of the columns
-// that lane i % 4 has in the groups of eight columns i / 4, i / 4 + 8, ...
+// Applies the scales of rows and columns to the sums of a half tile. `x`: the scale of its first row; it has `rows`
+// rows. A warp loads each scale of a column once: lane i those of the columns that lane i % 4 has in the groups of
+// eight columns i / 4, i / 4 + 8, ...
 template <int kAccumulators>
 FLUX_DEVICE void scale_sums(const ScaleParams& s, const float* x, int rows, int first_column, int n,
                             float (&d)[kAccumulators]) {
@@ -172,8 +172,7 @@ FLUX_DEVICE void scale_sums(const ScaleParams& s, const float* x, int rows, int 
   }
 }
 
-// The same for a swap-AB tile. This thread's accumulators are of the columns `column` and column + 8, and of pairs of
-// rows that are eight apart; the first is row `row` of `m`.
+// The same for a swap-AB tile: columns `column` and column + 8, and pairs of rows eight apart, from `row` of `m` on.
 template <int kAccumulators>
 FLUX_DEVICE void scale_swapped_sums(const ScaleParams& s, int row, int m, int column, int n,
                                     float (&d)[kAccumulators]) {

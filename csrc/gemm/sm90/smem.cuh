@@ -1,6 +1,5 @@
-// The shared memory of a CTA: a ring of operand stages, a ring of slabs for each math warpgroup, and mbarriers.
-// A finished tile is staged in the slabs. Before that, the same memory is the inbox for the peers' contributions
-// to the tile, which are loaded in pieces. All addresses are 32-bit shared addresses.
+// The shared memory of a CTA: rings of operand stages and of slabs for each math warpgroup, and mbarriers. A finished
+// tile is staged in the slabs; before that, they are the inbox for the contributions of peers.
 #pragma once
 
 #include "gemm/elements.cuh"
@@ -85,8 +84,7 @@ struct Smem {
   __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
   // Completes one phase for each own tile, after both storers have seen the peers' contributions arrive.
   __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
-  // Split K. ring_free: all CTAs of the cluster have finished reading their stages. parts_full: the other CTAs'
-  // partial sums of this CTA's share have arrived.
+  // Split K. ring_free: all CTAs have finished reading their stages. parts_full: the others' partial sums are here.
   __device__ uint32_t ring_free() const { return arrived() + 8; }
   __device__ uint32_t parts_full() const { return ring_free() + 8; }
   // Of no use in these kernels, whose machine code is measured with it.
@@ -178,9 +176,9 @@ struct SlabRing {
 // of 8 columns, a thread has two adjacent columns of row lane/4, and the same two of row lane/4 + 8. Two such
 // blocks are a chunk of 16 columns: 8 accumulators a thread, or 16 bytes after rounding to a 16-bit type.
 
-// Stages a chunk for a TMA store. f: the eight accumulators of a thread, rounded, in pairs of columns: {left block,
-// row}, {left block, row + 8}, {right block, row}, {right block, row + 8}. A panel has kPanelN columns x 64 rows. The
-// vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
+// Stages a chunk for a TMA store. f: eight accumulators, rounded, in pairs of columns: {left block, row}, {left block,
+// row + 8}, {right block, row}, {right block, row + 8}. A panel has kPanelN columns x 64 rows. The vectors of a row are
+// swizzled, so that neither stmatrix nor TMA has bank conflicts.
 template <int kPanelN>
 FLUX_DEVICE void stage_rows(uint32_t slab, int chunk, int thread, const uint4& f) {
   constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
@@ -196,8 +194,7 @@ FLUX_DEVICE void stage_fragments(uint32_t slab, int chunk, int thread, const uin
   ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.x, f.y, f.z, f.w);
 }
 
-// Called by the storer thread: stores 64 rows x `columns` of staged panels to a shard of D by TMA, which drops
-// elements beyond the edges of the shard.
+// Called by the storer thread: stores 64 rows x `columns` of staged panels to a shard of D, whose edges TMA keeps.
 template <int kPanelN>
 FLUX_DEVICE void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column, int columns,
                               int num_rows, int n, int shard) {

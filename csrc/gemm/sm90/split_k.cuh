@@ -30,8 +30,8 @@ struct KPart {
 // A chunk of a warpgroup's sums: halves of 16 bytes a thread.
 constexpr int kPartBytes = 2 * 128 * 16;
 
-// The exchange of partial sums, for the math threads of a CTA. The memory of the stages holds this CTA's sums,
-// then the parts of this CTA's share that other CTAs have sent.
+// The exchange of partial sums, for the math threads of a CTA. The memory of the stages holds this CTA's sums, then the
+// parts of its share that other CTAs have sent.
 template <class Smem, class Part>
 struct Meeting {
   static constexpr int kMaxOthers = kMaxKSplit - 1;
@@ -54,8 +54,8 @@ struct Meeting {
   // Called by all math threads after their last wgmma has read its operands: writes the sums and sends them.
   template <int kAccumulators>
   FLUX_DEVICE void send(const float (&d)[kAccumulators]) const {
-    // Announces to all CTAs of the cluster that this warp has finished reading the stages, so they may write there.
-    // The named barrier then makes both warpgroups of this CTA finish reading before the stores below.
+    // Announces to all CTAs of the cluster that this warp has read its stages, so they may write there. The named
+    // barrier makes both warpgroups of this CTA finish before the stores below.
     const int lane = static_cast<int>(ptx::lane());
     if (lane < split) ptx::mbarrier_arrive_cluster(smem.ring_free(), lane);
     ptx::named_barrier_sync(kMathBarrier, kNumMathWarpgroups * 128);

@@ -7,8 +7,7 @@
 
 namespace flux::runtime {
 
-// Called by kThreads threads. If `src` is null, writes all ones (NaN in every floating-point type). `bytes` is a
-// multiple of 16. A thread has kUnroll loads in flight.
+// Called by kThreads threads. `src` null: writes all ones (NaN). `bytes`: a multiple of 16. kUnroll loads at a time.
 template <int kThreads, int kUnroll = 4>
 FLUX_DEVICE void copy_bytes(char* dst, const char* src, int bytes, int thread) {
   const uint4 ones = {~0u, ~0u, ~0u, ~0u};

@@ -32,9 +32,8 @@ FLUX_DEVICE bool is_whole(const uint4& v) {
 
 // Replaces words of the user's data that equal kAbsent by another NaN.
 FLUX_DEVICE uint4 presentable(uint4 v) {
-  for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
+  for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w})
     if (*word == kAbsent) *word = 0x7FFF7FFF;
-  }
   return v;
 }
 
@@ -51,8 +50,7 @@ FLUX_DEVICE void contribute(const runtime::SymmBuffer& symm, const Exchange& x, 
   for_each_rank(symm, [&](int rank) { ptx::store_relaxed_sys(symm.exchange(rank, call.epoch) + offset, v); });
 }
 
-// Polls a vector until it is complete, or a deadline has passed in any thread of this rank. Not inlined: it runs
-// rarely, and code that runs once should be short.
+// Polls a vector until it is complete, or a deadline has passed in a thread of this rank. Not inlined: it runs rarely.
 inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t timeout_ns, const char* address) {
   const uint64_t start = ptx::globaltimer_ns();
   uint4 v;
@@ -85,8 +83,7 @@ FLUX_DEVICE uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, 
   return v;
 }
 
-// The contributions of all ranks to one vector, on the rank that sums it. Its own is in its slot like the others, or at
-// `own` if that is not null.
+// The contributions of all ranks to one vector, on the rank that sums it. `own`: its own one, or null: in its slot.
 template <int kSources>
 struct Parts {
   uint4 of[kSources];  // results of the first loads; may be incomplete

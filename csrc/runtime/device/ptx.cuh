@@ -12,12 +12,10 @@ namespace flux::ptx {
 FLUX_DEVICE uint32_t smem_addr(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-
 FLUX_DEVICE uint32_t lane() { return threadIdx.x & 31; }
 
-// elect.sync, called by all lanes of a warp: true in one lane, not always the first. If lane numbers were compared
-// instead, the compiler would not know that one thread is active, and emit a loop over threads for every TMA
-// instruction.
+// elect.sync, called by all lanes of a warp: true in one lane, not always the first. If lane numbers were compared, the
+// compiler would emit a loop over threads for every TMA instruction.
 FLUX_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -29,25 +27,21 @@ FLUX_DEVICE bool elect_one() {
 }
 // Index of the warp in the CTA, in a form that the compiler knows to be uniform in a warp.
 FLUX_DEVICE int warp() { return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0); }
-
 FLUX_DEVICE uint32_t cluster_cta_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-
 FLUX_DEVICE uint32_t cluster_num_ctas() {
   uint32_t count;
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
   return count;
 }
-
 FLUX_DEVICE uint64_t globaltimer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-
 template <int kRegisters>
 FLUX_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -82,12 +76,10 @@ FLUX_DEVICE bool named_barrier_and(int id, int threads, bool condition) {
   return all != 0;
 }
 
-// Cluster barrier that does not order memory, which would wait for all accesses in flight. After fence_mbarrier_init it
-// is enough to publish initialised mbarriers.
+// Does not order memory, which would wait for all accesses in flight; after fence_mbarrier_init enough for mbarriers.
 FLUX_DEVICE void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
-
 FLUX_DEVICE void mbarrier_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
@@ -102,8 +94,7 @@ FLUX_DEVICE uint32_t address_in(uint32_t cta, uint32_t address) {
   return remote;
 }
 // Arrives on an mbarrier of a CTA of the cluster, to release memory that this thread has read. Release at CTA scope
-// (the default) is enough, because only TMA loads and st.async that depend on the arrival overwrite it; at cluster
-// scope it would be a full memory barrier.
+// (the default) is enough: only TMA loads and st.async that depend on the arrival overwrite it.
 FLUX_DEVICE void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(cta, bar)) : "memory");
 }
@@ -135,7 +126,6 @@ FLUX_DEVICE bool mbarrier_test(uint32_t bar, uint32_t phase) {
       : "memory");
   return __all_sync(~0u, done != 0);
 }
-
 FLUX_DEVICE void mbarrier_wait(uint32_t bar, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -153,7 +143,6 @@ FLUX_DEVICE void mbarrier_wait(uint32_t bar, uint32_t phase) {
 FLUX_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-
 FLUX_DEVICE void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
@@ -161,7 +150,6 @@ FLUX_DEVICE void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar,
       "l"(map), "r"(bar), "r"(x), "r"(y)
       : "memory");
 }
-
 FLUX_DEVICE void tma_load_3d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -179,7 +167,6 @@ FLUX_DEVICE void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uin
       "l"(map), "r"(bar), "h"(cta_mask), "r"(x), "r"(y)
       : "memory");
 }
-
 FLUX_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(src), "r"(x), "r"(y), "r"(z)
@@ -202,8 +189,7 @@ FLUX_DEVICE void tma_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
                : "memory");
 }
 
-// cp.async of 16 bytes; writes zeros if not `valid`. Tracked by the next commit group, and by
-// mbarrier_arrive_after_copies.
+// cp.async of 16 bytes, or zeros if not `valid`. Of the next commit group, and of mbarrier_arrive_after_copies.
 FLUX_DEVICE void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
@@ -216,7 +202,6 @@ FLUX_DEVICE void copy_async_4(uint32_t dst, const void* src) {
 FLUX_DEVICE void mbarrier_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-
 FLUX_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but this thread's newest kPending commit groups are complete and visible to this thread.
 template <int kPending>
@@ -229,7 +214,6 @@ FLUX_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");
 }
-
 FLUX_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
@@ -253,8 +237,7 @@ FLUX_DEVICE void prefetch_line(const void* address) {
 constexpr int kLineBytes = 128;
 
 FLUX_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all but the newest kPending bulk groups have read their sources, which may then be overwritten; not for
-// the writes.
+// Waits until all but the newest kPending bulk groups have read their sources; not for the writes.
 template <int kPending>
 FLUX_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -268,7 +251,6 @@ FLUX_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0
 FLUX_DEVICE void fence_proxy_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders ordinary accesses and bulk copies of global memory, in both directions.
 FLUX_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 FLUX_DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -305,8 +287,7 @@ FLUX_DEVICE uint4 load_relaxed_sys(const void* address) {
 
 // Waits until all writes of the stream's earlier kernels are visible. Returns immediately in an ordinary launch.
 FLUX_DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Lets the stream's next kernel start, if that is a programmatic dependent launch, and run up to
-// wait_for_earlier_kernels.
+// Lets the stream's next kernel start, if it may, and run up to wait_for_earlier_kernels.
 FLUX_DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- shared memory from registers ---
@@ -315,17 +296,14 @@ FLUX_DEVICE void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint3
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// Stores accumulators as floats: cast to integers, they would be integers in the mainloop, and wgmma would wait for the
-// casts.
+// As floats: cast to integers, they would be integers in the mainloop, and wgmma would wait for the casts.
 FLUX_DEVICE void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
-
 FLUX_DEVICE void store_shared_pair(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-
 FLUX_DEVICE void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -334,7 +312,6 @@ FLUX_DEVICE uint32_t load_shared(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
-
 FLUX_DEVICE float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -353,8 +330,7 @@ FLUX_DEVICE float4 load_shared_floats(uint32_t address) {
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-// stmatrix of four 8x8 matrices of 16-bit elements, in the register layout of wgmma's accumulators; lanes supply the
-// rows.
+// stmatrix of four 8x8 matrices of 16 bits, in the register layout of wgmma's accumulators; lanes supply the rows.
 FLUX_DEVICE void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
                "r"(b), "r"(c), "r"(d)

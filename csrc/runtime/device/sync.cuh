@@ -99,8 +99,7 @@ FLUX_DEVICE void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, bool 
   end_call(symm, epoch, [] {}, repeats);
 }
 
-// Called by one thread after all that copy engines of peers have delivered has been read: records a failure if a peer
-// may have overwritten it.
+// Called by one thread that has read all that copy engines deliver: has a peer that failed overwritten it?
 FLUX_DEVICE void check_peers(const runtime::SymmBuffer& symm, const Call& call, uint32_t op) {
   const uint32_t peer = ptx::load_acquire_sys(&symm.header()->gave_up);
   if (peer == 0) return;

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "moe/moe.h"
+#include "moe/plan.h"
 #include "moe/sm90_grouped_gemm.cuh"
-#include "moe/tile_choice.h"
 #include "ranks.h"
 #include "routing.h"
 
