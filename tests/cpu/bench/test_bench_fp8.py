@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import flux
-from flux import peers as packages
 from flux.bench import record
-from flux.bench.cases import gemm, libraries, moe, quantize, ranks
-from flux.bench.cases import peers as peer_cases
+from flux.bench.cases import gemm, libraries, moe, quantize
 from flux.bench.cases.common import Context
 from flux.bench.cases.operands import Scaled
 from flux.bench.model import (
@@ -137,35 +134,6 @@ def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.notes[1] == "Absent could not run: no_such_package is not installed"
 
 
-def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
-    """gemm_ar with a library that leaves `out` alone, and an all-reduce of a package: what it was given is
-    the product.
-    """
-    context = Context(rank, world_size, world_size, torch.device("cpu"), torch.bfloat16, dist.group.WORLD)
-    summed: list[Tensor] = []
-
-    def opened(*_: Any) -> Any:
-        return lambda x, residual: summed.append(x.clone()) or (x, None), contextlib.nullcontext
-
-    def product(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
-        products.append(libraries.OURS.product(x, weight, torch.empty_like(out)))
-        return products[-1]
-
-    products: list[Tensor] = []
-    library = libraries.Library("Mine", "peer", "torch", ("row",), product)
-    with (
-        mock.patch.object(libraries, "LIBRARIES", (library,)),
-        mock.patch.dict(packages.PEERS, {"Other": ("torch", opened)}),
-        mock.patch.object(peer_cases, "_opened", opened),
-    ):
-        prepared = ranks.prepare(replace(problem("row", "gemm_ar"), pattern="gemm_ar"), context)
-        products.clear()
-        for candidate in prepared.candidates:
-            if candidate.name == "Mine+Other":
-                candidate.call()
-    return [c.name for c in prepared.candidates], [torch.equal(products[0], summed[-1])]
-
-
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
 def test_quantisation(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = measure(problem(scales, "quantize"), ONE, CpuTimer(None), SETTINGS)
@@ -203,25 +171,8 @@ def without_scales(x: Tensor, weight: Tensor, routing: flux.moe.Routing, **optio
     return gemm_gather_rs(x, weight, routing, **options)
 
 
-@pytest.fixture(scope="module")
-def between_ranks() -> tuple[Any, ...]:
-    """What the first of two ranks says. One set of processes."""
-    found: tuple[Any, ...] = spawn(all_on_ranks, 2)[0]
-    return found
-
-
-def all_on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
-    return behind_products(rank, world_size), layers(rank, world_size)
-
-
-def test_other_all_reduces_sum_the_product(between_ranks: Any) -> None:
-    names, same = between_ranks[0]
-    assert {"Mine", "Mine+gloo", "Mine+Other", "flux.gemm+gloo", "flux.gemm+Other"} <= set(names)
-    assert same == [True]
-
-
-def test_expert_layers(between_ranks: Any) -> None:
-    *rows, lost = between_ranks[1]
+def test_expert_layers() -> None:
+    *rows, lost = spawn(layers, 2)[0]
     assert [said for said, _, _ in rows] == ["exact"] * 6 and "wrong; at [" in lost[0]
     both = {"flux", IN_16_BITS, "flux, parts", "flux.grouped_gemm", "gloo"}
     assert all(both <= names for _, names, _ in rows)

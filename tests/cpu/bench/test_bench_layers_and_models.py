@@ -22,7 +22,6 @@ from flux.bench.record import Record
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Request
 from flux.bench.timing import CpuTimer
-from flux.cli import bench
 from flux.ops.wgrad import weight_grad
 from flux.testing import spawn
 from flux.testing.compare import agree, passed
@@ -32,13 +31,6 @@ def rows_of(op: str, **options: Any) -> list[Any]:
     rows = OPS[op].rows
     assert rows is not None
     return rows(Request(op, **{"cuda": True, "world": 4, **options}))
-
-
-def test_families_have_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FAMILIES["layer"] == ("layer_forward", "layer_training")
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="layer expected megatron, which is not installed"):
-        bench.choose(bench.Asked(("layer",), cpu=True))
 
 
 def test_layer_rows() -> None:
