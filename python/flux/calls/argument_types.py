@@ -1,7 +1,5 @@
-"""Checks the types of users' arguments against the operators' schemas, and of modules' by hand.
-
-A wrong type is a TypeError, a wrong value a ValueError. Both name operator, argument, expected and got. Sizes
-and dtypes are checked later (checks.py), by what implementations and fakes share.
+"""Checks the types of users' arguments against the operators' schemas, and of modules' by hand. A wrong type
+is a TypeError, a wrong value a ValueError. Sizes and dtypes are checked later (checks.py).
 """
 
 from __future__ import annotations
@@ -198,12 +196,7 @@ def kinds(op: str) -> dict[str, str]:
 
 
 def check(op: str, **arguments: object) -> None:
-    """Checks the arguments of a public function, before they are used.
-
-    Raises:
-        TypeError, ValueError: names the operator, the argument, the expected and the given value.
-        NotImplementedError: inside a transformation that no operator can run in.
-    """
+    """Checks the arguments of a public function, before they are used."""
     if torch.compiler.is_compiling():  # the compiler's guards and the fakes check instead
         return
     # torch.library cannot register what torch.func.grad and jvp need.

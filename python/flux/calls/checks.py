@@ -1,7 +1,4 @@
-"""Argument checks, shared by the fake, reference, CPU and CUDA implementations of every operator.
-
-Every message names the operator, the argument, the expected value and the given value.
-"""
+"""Argument checks, shared by the fake, reference, CPU and CUDA implementations of every operator."""
 
 from __future__ import annotations
 
@@ -57,8 +54,7 @@ def gemm_args(
     scales: Scales | None = None,
 ) -> tuple[list[int], int, int, int]:
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
-    Returns the shape of the result, m (rows of x, flattened), n and k. which: "[i]" for number i of a list of
-    weights.
+    Returns the result's shape, m (rows of x), n and k. which: "[i]" for number i of a list of weights.
     """
     shape = x.shape
     weight_shape = weight.shape
@@ -118,9 +114,8 @@ def ag_gemm_args(
     world_size: int,
     scales: Sequence[Scales] = (),
 ) -> tuple[list[list[int]], int, tuple[int, ...], int]:
-    """Checks x [..., k] of each rank, gathered, times each weight [n, k] (or [k, n]), plus its bias [n].
-    There are as many biases and scales, or none. Returns shapes, m (gathered rows, flattened), n of each, and
-    k.
+    """Checks gathered x [..., k] times each weight [n, k] (or [k, n]), plus its bias [n], if there are any.
+    Returns shapes, m (gathered rows), n of each, and k.
     """
     count = len(weights)
     if count == 0:
@@ -214,9 +209,7 @@ def separate(
     *others: Tensor | None,
     may_be: Sequence[Tensor | None] = (),
 ) -> None:
-    """Checks that elements of an output of a call share no memory with each other, nor with the other tensors
-    of the call, unless it is one of `may_be`. Tells autograd that it is written, which torch does not see.
-    """
+    """Checks that an output shares no memory with itself or others, but `may_be`; tells autograd."""
     not_expanded(op, name, written)
     for other in others:
         if other is None or not share_memory(written, other):

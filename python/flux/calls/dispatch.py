@@ -17,9 +17,7 @@ PASSED_BY: Any = torch._C._disabled_torch_function_impl
 
 
 def needs_no_python(tensor: torch.Tensor) -> bool:
-    """Whether torch calls no Python for operators on tensors of this class. Then flux repeats calls with them
-    (flux.comm.repeat).
-    """
+    """Whether torch calls no Python for operators on tensors of this class: then flux repeats calls."""
     of = type(tensor)
     if of in repeat.plain_types:
         return True
@@ -40,10 +38,8 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us of host time.
-
-    False while torch traces, compiles, transforms or differentiates in forward mode, under a dispatch mode or
-    autocast, and for tensors that are not plain and dense.
+    """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us: not while torch traces
+    or transforms, under a dispatch mode or autocast, or for tensors that are not plain and dense.
     """
     if torch.compiler.is_compiling():
         return False
@@ -65,9 +61,7 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def dispatch(group_name: str, device: torch.device, op: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a collective through torch's dispatcher. No other thread's call comes between the operator and
-    autograd's work after it.
-    """
+    """Calls a collective through torch's dispatcher; no thread comes between it and autograd's work."""
     if torch.compiler.is_compiling():
         return op(*arguments)
     return registry.in_turn(process_group(group_name), device, op, *arguments, holds=True)

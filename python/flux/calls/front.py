@@ -1,6 +1,5 @@
-"""The way of an operator from its public function, or from torch's dispatcher, to what runs it.
-
-A call is a named tuple; a way of running it is a function of it and its plan (flux.ops.ways).
+"""The way of an operator from its public function, or from torch's dispatcher, to what runs it: a function of
+a named tuple, the call, and its plan (flux.ops.ways).
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ class Collective:
 
 
 def known(call: Any) -> dict[str, Any]:
-    """The arguments of a known call by name: all that its sizes and plan depend on. KnownCalls.call gets them
-    in this order, which is that of the named tuple.
-    """
+    """All that a call's sizes and plan depend on, by name, in the order that KnownCalls.call gets."""
     found: dict[str, Any] = {"batch_invariant": _invariance.active()}
     for name, value in zip(call._fields, call, strict=True):
         if name == "scales":
@@ -251,9 +248,7 @@ def _among_ranks(
 
 
 def _facts(op: Collective, given: dict[str, Any]) -> tuple[Any, ...]:
-    """A cache key: all that the sizes and the plan of a call depend on, except the group. Eager calls look
-    them up, because checking and planning again takes the host longer.
-    """
+    """A cache key: all that the sizes and the plan of a call depend on, except the group."""
     facts: list[Any] = [op.number]
     for name, value in given.items():
         if isinstance(value, Tensor):
@@ -337,9 +332,7 @@ def _fake(op: Collective, call: Any, group: ProcessGroup | None) -> Any:
 
 
 def register(op: Collective, *variants: str, casts: bool = False, maps: bool = True) -> None:
-    """Registers what torch's dispatcher calls: on tensors, and on tensors without data. variants: ends of
-    names of further torch operators, such as "_out". casts, maps: as in flux.calls.transforms.
-    """
+    """Registers an operator, and variants, such as "_out". casts, maps: as in flux.calls.transforms."""
     inputs: dict[str, None] = {}
     for name in (op.name, *[op.name + variant for variant in variants]):
         arguments = getattr(torch.ops.flux, name).default._schema.arguments

@@ -1,7 +1,5 @@
-"""Schemas of all torch operators of flux. Public ones are functional or mutate `out`; `_`-operators are the
-kernels themselves, implemented for CUDA in `_C.so`.
-
-Uses plain ``Library.impl``, because the dispatch of ``custom_op`` takes too much host time.
+"""Schemas of all torch operators of flux; those with `_` are kernels. With ``Library.impl``, as the dispatch
+of ``custom_op`` takes too much host time.
 """
 
 from __future__ import annotations

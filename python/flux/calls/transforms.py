@@ -1,9 +1,6 @@
-"""What torch's transformations do with operators: autocast casts, vmap calls one by one.
-
-Under torch.autocast, operators with a GEMM cast their operands, as torch's linear does. With out= nothing is
-cast, as in torch, and neither are fp8 operands and what belongs to them. Sums and gathers without a GEMM do
-not cast. Under torch.vmap an operator is one call for each entry of the batch, in order. So all ranks must
-map over the same number of entries, and it is no faster than a loop.
+"""What torch's transformations do with operators. Under autocast, operators with a GEMM cast their operands,
+but not with out= or scales. Under vmap one is a call for each entry of the batch, in order: all ranks must
+map over as many, and it is no faster than a loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A residual added to a sum and the RMSNorm of both, by one kernel; and as one call with the sum over ranks
-before it and the product behind it. For adapters: they know no gradients.
-"""
+"""A residual added to a sum, and the RMSNorm of both, by one kernel, for adapters: without gradients."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ _VECTOR = 8  # elements of 16 bits that the kernel loads at once
 def add_norm_(
     total: Tensor, residual: Tensor, weight: Tensor, eps: float, within: repeat.Recipe | None = None
 ) -> Tensor:
-    """total += residual, rounded; returns the RMSNorm of total's rows (arXiv 1910.07467). total, residual:
-    [rows, n]. weight: [n]. within: as of front.below.
-    """
+    """total [rows, n] += residual, rounded; returns its RMSNorm. within: as of front.below."""
     recipe = repeat.Recipe(_OP, {"total": total, "residual": residual, "weight": weight, "eps": eps}, within)
     done = None if within is not None else repeat.without_group().call_below(*recipe.given)
     if done is not None:

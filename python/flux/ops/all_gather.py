@@ -44,9 +44,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
 
 
 def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
-    """all_gather without gradients, for a caller that has nothing to do until the rows are there: SMs send
-    larger shards than otherwise.
-    """
+    """all_gather without gradients, for a caller that waits: SMs send larger shards than otherwise."""
     if torch.compiler.is_compiling() or not may_skip_dispatch(x):
         return all_gather(x, group=group)
     if (calls := repeat.of(group)) is not None:

@@ -1,6 +1,4 @@
-"""AllReduce alone: the sum of all ranks' tensors, as flux.gemm_ar sums them; optionally with a residual and
-RMSNorm.
-"""
+"""AllReduce alone, with the sums of flux.gemm_ar; optionally with a residual and RMSNorm."""
 
 from __future__ import annotations
 

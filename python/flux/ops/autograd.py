@@ -1,7 +1,5 @@
-"""Backward passes. Gradients use the operators themselves: AllGather+GEMM and GEMM+ReduceScatter
-are each other's gradient with respect to x, with the weight read transposed.
-
-Gradients are those of the sum of all ranks' losses.
+"""Backward passes, of the sum of all ranks' losses, by the operators themselves: AllGather+GEMM and
+GEMM+ReduceScatter are each other's gradient with respect to x, with the weight read transposed.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 def joined(
     grads: Sequence[Tensor], weights: Sequence[Tensor], transpose_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Concatenated gradients and concatenated weights, so that one GEMM sums over the weights.
-
-    They are copied unless adjacent in memory; the copy costs less than a collective for each weight.
-    """
+    """Gradients and weights side by side, for one GEMM; a copy costs less than a collective each."""
     if len(grads) == 1:
         return grads[0], weights[0]
     return concatenated(grads, -1), concatenated(weights, 1 if transpose_weight else 0)
@@ -73,9 +68,7 @@ def gathered_input_grad(
     needs_x: bool,
     rows: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient of x in ag_gemm, summed over weights and ranks, and the gathered x, which those of the weights
-    need. rows: of x; None if nobody needs them gathered.
-    """
+    """Gradient of x in ag_gemm, summed over weights and ranks, and the gathered rows of x, if given."""
     if not needs_x:
         return None, None if rows is None else all_gather(rows, group=group_name)
     grad, weight = joined(grads, weights, transpose_weight)

@@ -125,9 +125,7 @@ def _scaling(
 def why_unfused(
     op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group_name: str, **how: Any
 ) -> str | None:
-    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call,
-    and without checks. how: transpose_weight and scaling, as of a Plan.
-    """
+    """Why a collective call would not run fused, or None: without checks, and fast enough to use in each."""
     options = how.get("transpose_weight", False), how.get("scaling")
     plan = _planned(op, device, groups.process_group(group_name), m, n, k, dtype, *options)
     return None if plan.by_flux else plan.reason

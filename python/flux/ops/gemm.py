@@ -87,9 +87,7 @@ def gemm(
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = False, *scaling: Any
 ) -> Tensor:
-    """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once. scaling: scale_x,
-    scale_w, out_dtype and accumulate.
-    """
+    """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once."""
     call = Call(x, weight, bias, transpose_weight, None, fp8.given("gemm", *scaling))
     found = sizes("gemm", call, 1)
     return _by_reference(matrices(call, found)).view(found[0])
@@ -141,9 +139,7 @@ def run(call: Call, within: repeat.Recipe | None = None) -> None:
 
 
 def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: bool = False) -> None:
-    """A call of matrices: in the kernel, or with torch if that does not support it, and on CPUs. recipe: of
-    the call, if it is to be known (flux.comm.repeat).
-    """
+    """A call of matrices, in the kernel or with torch. recipe: of the call, if it is to be known."""
     x, weight, bias, transpose_weight, out, scales = call
     if not x.is_cuda:
         out.copy_(_by_reference(call))

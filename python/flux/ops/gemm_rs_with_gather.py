@@ -1,6 +1,4 @@
-"""GEMM+ReduceScatter while copy engines gather rows of another tensor: what the backward pass of an
-AllGather+GEMM needs for the gradients of x and of the weight. The GEMM is not slowed down by SMs that send.
-"""
+"""GEMM+ReduceScatter while copy engines gather rows of another tensor, as AllGather+GEMM's backward does."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def _beside(workspace: CudaWorkspace, plan: Plan, call: scatter.Call, rows: Tens
 
 
 def gathers_beside(rows: Tensor, weights: Sequence[Tensor], group_name: str) -> bool:
-    """Whether the backward pass of flux.ag_gemm(rows, weights) gathers the rows beside its GEMM: then keeping
-    them gathered would save no time. Equal on all ranks.
-    """
+    """Whether the backward pass of flux.ag_gemm(rows, weights) gathers rows beside its GEMM, on all ranks."""
     group = process_group(group_name)
     if not rows.is_cuda or group.size() == 1 or torch.compiler.is_compiling():
         return False

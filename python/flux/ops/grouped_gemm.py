@@ -138,9 +138,7 @@ def reference(
     activation: str | None = None,
     *scaling: Any,
 ) -> Tensor:
-    """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
-    the host. scaling: as in ops.gemm.reference.
-    """
+    """grouped_gemm with torch only, expert by expert; rows without an expert are zero."""
     call = Grouped(x, weight, offsets, rows, activation, fp8.given(_NAME, *scaling))
     shape, *_ = call.sizes()
     return _by_expert(shape, call.canonical())
@@ -165,9 +163,7 @@ def _by_expert(shape: Sequence[int], call: Grouped) -> Tensor:
 def expert_product(
     x: Tensor, weight: Tensor, expert: int, scales: Scales | None, rows: slice | Tensor = slice(None)
 ) -> Tensor:
-    """Rows x [m, k] times the weight of their expert, of weights [experts, n, k], in the wide type. scales:
-    canonical, of all rows and experts; rows: which of them these are.
-    """
+    """Rows x times their expert's weight, in the wide type. scales: canonical, of all; rows: which."""
     scale = None if scales is None else scales.x_of(rows)
     return wide_expert(weight, expert, scales).times(x, scale=scale)
 

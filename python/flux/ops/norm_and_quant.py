@@ -57,9 +57,7 @@ class End(NamedTuple):
         return facts
 
     def of(self, total: Tensor, made: Made | None = None) -> Any:
-        """The result of a call: the sum alone, or what follows from it, then the sum. made: what the kernel
-        has made of it.
-        """
+        """The result of a call: the sum alone, or what a kernel has made of it, then the sum."""
         if self.norm_weight is None:
             return total
         made = made or Made(row_norm(total, self.norm_weight, self.eps))
@@ -103,9 +101,7 @@ class End(NamedTuple):
         }
 
     def by_kernel_name(self, out: Tensor, made: Made | None) -> dict[str, Tensor] | None:
-        """The results of a call, in their order, by the kernel's names for them, for front.remember. out: the
-        sum. made: what the kernel has made of it.
-        """
+        """The results of a call, in their order, by the kernel's names, for front.remember. out: the sum."""
         if made is None:
             return None
         names = ("out", "residual_out") if self.quant is None else ("q", "q_scale", "residual_out", "out")
@@ -135,9 +131,7 @@ class End(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales, for which
-    `parts` is scratch memory.
-    """
+    """What a kernel makes of a sum: normalised rows, maybe fp8 and scales, with scratch memory `parts`."""
 
     normalised: Tensor
     quantised: tuple[Tensor, Tensor] | tuple[()] = ()
@@ -170,10 +164,7 @@ def check(op: str, norm_weight: Tensor | None, out: Tensor | None, quantised: tu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x²) + eps) * weight, the mean over the last dimension (arXiv 1910.07467).
-
-    In fp32 (float64: in float64), rounded once.
-    """
+    """x * rsqrt(mean(x²) + eps) * weight of rows, in fp32 (float64: in float64), rounded once."""
     wide = x.to(wide_type(x.dtype))
     squares = wide.square().view(wide.shape[:-1].numel(), wide.shape[-1])
     mean = by_rows(lambda rows: rows.mean(-1, keepdim=True), squares)

@@ -1,6 +1,4 @@
-"""Quantisation to fp8: a value divided by the scale of its group and rounded, the scale such that the group's
-largest value becomes the largest of the type.
-"""
+"""Quantisation to fp8: the scale of a group makes its largest value the largest of the type."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Gradients of weights, dense ones and experts': gradᵀ · x, stored, or added to a buffer over several
-micro-batches.
-"""
+"""Gradients of weights, dense ones and experts': gradᵀ · x, stored, or added to a buffer."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ PREFETCHES = 1 << 8
 
 
 def weight_grad(grad_output: Tensor, x: Tensor, transpose_weight: bool = False) -> Tensor:
-    """Gradient [N, K] (or [K, N]) of the weight in x · weightᵀ, from grad_output [..., N] and x [..., K],
-    whose rows are flattened here; accumulated in fp32 (fp64 for fp64) and rounded once.
-    """
+    """Gradient [N, K] (or [K, N]) of the weight in x [..., K] · weightᵀ, from grad_output [..., N]."""
     left, right = (x, grad_output) if transpose_weight else (grad_output, x)
     a, b = _matrix(left).t(), _matrix(right)
     if a.is_cuda:
@@ -154,10 +150,7 @@ def grouped_wgrad_accum(grad_output: Tensor, x: Tensor, offsets: Tensor, main_gr
 
 
 def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tensor | Sequence[Tensor]) -> None:
-    """grouped_wgrad_accum of checked arguments; main_grads: one tensor, or one for each expert.
-
-    torch's grouped GEMM, for bfloat16 on GPUs, rounds each product before it is added.
-    """
+    """grouped_wgrad_accum of checked arguments; main_grads: one tensor, or one for each expert."""
     if isinstance(main_grads, Tensor):
         _accum(grad, x, offsets, main_grads)
         return

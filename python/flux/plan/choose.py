@@ -1,7 +1,4 @@
-"""What a call will do, and why: fused or unfused, the tile shape, and the workspace sizes.
-
-Plans depend only on facts that are equal on all ranks of a group, so all ranks make the same decision.
-"""
+"""What a call will do, and why. Plans depend on facts that are equal on all ranks: all choose alike."""
 
 from __future__ import annotations
 
@@ -63,10 +60,7 @@ def takes(op: str, name: str) -> bool:
 
 
 def why_not_fused(op: str, problem: PlanInput) -> str | None:
-    """Why a problem does not run in flux's kernel (on CPU: its protocol), or None. A pure function.
-
-    For all_gather n is any positive number.
-    """
+    """Why a problem does not run in flux's kernel (on CPU: its protocol), or None. n of all_gather: any."""
     n, k, dtype = problem.n, problem.k, problem.dtype
     if min(problem.m, n, k) == 0:
         return "the problem is empty"
@@ -136,10 +130,7 @@ def select_tile(op: str, problem: PlanInput) -> Any:
 
 
 def require(plan: Plan) -> None:
-    """Raises NotInvariant if a call must be batch invariant, and its plan is not.
-
-    Ranks have equal plans, so all raise. Called before anything is exchanged.
-    """
+    """Raises NotInvariant, on all ranks, if a call must be batch invariant, and its plan is not."""
     if plan.batch_invariant and not plan.by_flux and plan.m * plan.n > 0:
         raise NotInvariant(
             f"{plan.op}: batch_invariant: expected a call that runs fused, got an unfused one: {plan.reason}"
@@ -178,9 +169,7 @@ def workspace_plan(
 
 @functools.lru_cache(maxsize=4096)
 def plan_without_workspace(op: str, problem: PlanInput, device: torch.device, batch_invariant: bool) -> Plan:
-    """The plan of an operator without a group, and before a group's first call; a group whose calls never run
-    fused has no workspace to cache plans. problem: without what depends on the device.
-    """
+    """The plan without a group, before its first call, and of one that never runs fused."""
     facts: dict[str, Any] = {"tuning": files.local(device)}
     if problem.on_gpu:
         facts["num_sms"] = cuda.num_sms(device)
@@ -241,10 +230,8 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
 
 
 def model_of(op: str, problem: PlanInput) -> Model | None:
-    """What is known of a problem's fused way for other sizes.
-
-    gemm has the cost model's time, and a product that is summed over ranks the measured time of the product
-    alone. A gather has its carrier. ag_gemm has neither, because product and gather hide each other.
+    """What is known of a problem's fused way for other sizes: a time of gemm, or of a product that is summed,
+    and the carrier of a gather; not of ag_gemm, whose product and gather hide each other.
     """
     if op == "gemm":
         return lambda m, n, k: Modelled(PLANNERS[op](replace(problem, m=m, n=n, k=k)).time_us)

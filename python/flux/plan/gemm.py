@@ -93,11 +93,8 @@ def _gathering(problem: PlanInput) -> dict[str, Any]:
 
 
 def copy_chunk_rows(rows: int) -> int:
-    """Rows for each signal of a copy engine: the whole shard, rounded up to tiles.
-
-    Peers get a rank's shard one after the other, while own rows are computed. Signalling halves or
-    quarters gained up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: a signal takes the
-    copy engine some microseconds, and the host two driver calls.
+    """Rows for each signal of a copy engine: the whole shard, rounded up to tiles. Halves or quarters gained
+    up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: a signal costs microseconds.
     """
     return round_up(rows, _BLOCK_M)
 

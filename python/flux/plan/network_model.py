@@ -1,8 +1,4 @@
-"""How a call of a group with several nodes runs, and the model of its time: pure functions of sizes and
-rates.
-
-docs/design/nodes.md has the schedules, and what the model is checked against.
-"""
+"""How a call of a group with several nodes runs, and the model of its time (docs/design/nodes.md)."""
 
 from __future__ import annotations
 
@@ -73,9 +69,7 @@ class TwoLevel:
 
 
 def hidden_from(levels: TwoLevel) -> int:
-    """From which K on one rank (gemm_rs) or N on one rank (ag_gemm) a block's exchange takes no longer than
-    the GEMM of a block, whatever the number of rows: 2 M N K / F = 2 M N / (L B).
-    """
+    """From which K (gemm_rs) or N (ag_gemm) on a rank a GEMM hides an exchange, for any number of rows."""
     return round(_TYPICAL_FLOP_PER_US / (levels.topology.ranks * levels.links.nic_gb_per_s * 1e3))
 
 
@@ -109,9 +103,7 @@ class Model:
         return _SMALL_KERNEL_US + (count + 1) * nbytes / _MEMORY_BYTES_PER_US
 
     def flat_us(self, gemm_us: float, nbytes: float, passes: int = 1) -> float:
-        """A GEMM, and a ReduceScatter or AllGather (an AllReduce: two passes) of a tensor of so many bytes by
-        rings over all ranks, each of a node's NICs with a ring of its own.
-        """
+        """A GEMM, and collectives of so many bytes by rings over all ranks, one for each of a node's NICs."""
         share = (self.topology.world_size - 1) / self.topology.world_size / self.topology.ranks
         network = _FLAT_TRIPS * self.links.latency_us + nbytes * share / (self.links.nic_gb_per_s * 1e3)
         return gemm_us + passes * network + nbytes / _MEMORY_BYTES_PER_US
@@ -119,9 +111,7 @@ class Model:
     def scatter_us(
         self, launches: Sequence[float], nbytes: Sequence[float], own_us: float, sum_us: float
     ) -> float:
-        """The schedule of a ReduceScatter: launches one after the other, each followed by a transfer, which
-        travel one after the other, then a launch for own rows, and the sum.
-        """
+        """Of a ReduceScatter: launches, each with a transfer, one after the other; own rows; the sum."""
         computed = sent = 0.0
         for launch, each in zip(launches, nbytes, strict=True):
             computed += launch
@@ -129,9 +119,7 @@ class Model:
         return max(computed + own_us, sent) + sum_us
 
     def gather_us(self, transfers: Sequence[float], launches: Sequence[float], own_us: float) -> float:
-        """The schedule of an AllGather: all transfers start at once and travel one after the other; a launch
-        for own rows, then one for what each transfer has brought.
-        """
+        """Of an AllGather: transfers one after the other; launches for own rows and for each transfer."""
         done, arrived = own_us, 0.0
         for nbytes, launch in zip(transfers, launches, strict=True):
             arrived += self.crossing_us(nbytes)

@@ -44,9 +44,7 @@ def _levels(problem: PlanInput) -> tuple[Model, Topology]:
 
 
 def sent_by_scatter(nbytes: int, topology: Topology) -> int:
-    """Bytes that each rank sends to other nodes, of a scattered tensor of so many bytes: the rows of its
-    number in all other nodes. A gather of such a tensor sends as many.
-    """
+    """Bytes that each rank sends to other nodes, of a tensor of so many bytes, scattered or gathered."""
     return (topology.nodes - 1) * nbytes // topology.world_size
 
 

@@ -120,11 +120,7 @@ class Plan:
         return self.dtype if self.scaling is None else self.scaling.out_dtype
 
     def copied_now(self) -> bool:
-        """Whether copy engines carry the data of a call at this moment.
-
-        Not while a CUDA graph is being captured: it would replay the epoch that the host had counted. There
-        the SMs send, and the device counts.
-        """
+        """Whether copy engines carry a call now: a CUDA graph would replay the epoch that hosts count."""
         return self.copied and not torch.cuda.is_current_stream_capturing()
 
     def __str__(self) -> str:

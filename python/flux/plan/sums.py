@@ -154,9 +154,7 @@ for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:
-    """How ranks sum a matrix [m, n], why, and the workspace sizes that they need. alone: a kernel without a
-    GEMM, which treats the matrix as one row, or distributes its rows over ranks. norm: with RMSNorm.
-    """
+    """How ranks sum a matrix [m, n], why, and sizes. alone: without a GEMM. norm: with RMSNorm."""
     core, m, p, dtype = _native.core, problem.m, problem.world_size, problem.result_dtype
     padded, rows, trip = round_up(problem.n, VECTOR), m, 1.0
     if norm and problem.on_gpu:
@@ -174,9 +172,7 @@ def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -
 
 
 def _mode(m: int, n: int, world_size: int, trip: float) -> Any:
-    """One-shot or two-shot, if a second trip takes `trip` times as long as usual: as if so much less were
-    sent. Two ranks send as much either way.
-    """
+    """One-shot or two-shot, if a second trip takes `trip` times as long as usual."""
     sent = n if world_size == 2 else max(1, round(n / trip))
     return _native.core.all_reduce_mode(m, sent, world_size)
 
@@ -194,10 +190,7 @@ def _room(device_type: str, exchange_bytes: int, world_size: int, dtype: torch.d
 def exchange_room(
     device_type: str, max_m: int, max_n: int, world_size: int, dtype: torch.dtype
 ) -> dict[str, int]:
-    """signal_bytes, slot_bytes and exchange_bytes for any sum of up to max_m rows and max_n columns.
-
-    The largest sum is not the maximum, because a smaller sum in one-shot mode may need more.
-    """
+    """Bytes of buffers for sums of up to that size: a smaller one may need more, in one-shot mode."""
     core = _native.core
     edge = max_m * VECTOR  # maximum padding of columns to whole vectors
     most = min(max_m * max_n, MAX_EXCHANGE_BYTES // dtype.itemsize) + edge

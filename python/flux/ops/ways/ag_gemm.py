@@ -1,6 +1,4 @@
-"""The ways of running flux.ag_gemm: with torch, as all_gather and gemm, in a kernel, tile by tile on CPUs,
-and on several nodes. Operands are matrices, and scales canonical.
-"""
+"""The ways of running flux.ag_gemm, of matrices with canonical scales."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ _OP = "ag_gemm"
 
 
 class Call(NamedTuple):
-    """The arguments of flux.ag_gemm for a list of weights, the scales in one for each. bias: one, which may
-    be None, for each weight, or none at all. out: products, then what is gathered, if that is asked for.
-    """
+    """Of flux.ag_gemm for a list of weights: scales and bias of each. out: products, then gathered."""
 
     x: Tensor
     weight: Tensors
@@ -114,9 +110,7 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
 
 
 def plan_of(workspace: Workspace, m: int, ns: tuple[int, ...], *rest: Any) -> Plan:
-    """The plan of the gather, on which ranks must agree, and in it those of several weights. Then its n is
-    the sum of their columns. If one of them cannot run fused, none does. rest: of workspace_plan, from k on.
-    """
+    """The plan of the gather, and in it those of the weights: all run fused, or none. Its n: their sum."""
     if len(ns) > 1 and workspace.topology is None:
         each = [carried_by(workspace, plan_ag_gemm(problem_of(workspace, m, n, *rest))) for n in ns]
         for plan in each:

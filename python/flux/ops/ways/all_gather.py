@@ -1,6 +1,4 @@
-"""The ways of running flux.all_gather: with torch, in a kernel or by copy engines, block by block on CPU, and
-on several nodes.
-"""
+"""The ways of running flux.all_gather."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def _matrices(call: Call, sizes: front.Sizes) -> Call:
 
 
 def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_once: bool = False) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace. beside: a GEMM hides it, so it does not matter
-    what is sooner alone. at_once: nothing does (`awaited`).
-    """
+    """The plan of all_gather of x [rows, ...]. beside: a GEMM hides it. at_once: nothing does (`awaited`)."""
     rows, p = x.shape[0], workspace.world_size
     problem = problem_of(workspace, rows * p, 0, x.numel() // rows if rows else 0, x.dtype)
     by_kernel = problem.topology is None and problem.tuning.forced in (None, "kernel")
@@ -94,9 +90,7 @@ def torch_all_gather() -> Callable[..., object]:
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> Launch:
-    """Context manager of a gather's launches on the current stream. Yields the address of its SymmBuffer and
-    copy_epoch, which are arguments of the kernels, as is `chunk_rows`.
-    """
+    """Of a gather's launches: yields its SymmBuffer's address and copy_epoch, as arguments of kernels."""
     return workspace.enter_copy(plan) if plan.copied_now() else workspace.enter(plan)
 
 

@@ -1,6 +1,4 @@
-"""The ways of running flux.all_reduce: with torch, by an exchange, in parts that an exchange holds, and on
-several nodes.
-"""
+"""The ways of running flux.all_reduce."""
 
 from __future__ import annotations
 
@@ -68,10 +66,8 @@ def _same(call: Call) -> Same:
 
 
 def _one_shape(call: Call) -> Call:
-    """A call that must be batch invariant, such that one part of it fits in an exchange: elements, or rows.
-
-    The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
-    rows of whole vectors; any others are summed as elements, and torch normalises them.
+    """A call that must be batch invariant, such that a part fits in an exchange: rows of whole vectors, of
+    which the kernel adds squares in one order; any others as elements, which torch normalises.
     """
     x, residual, end, out = call
     if end.norm_weight is not None and x.shape[1] % VECTOR == 0:
@@ -120,9 +116,7 @@ def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor
 
 
 def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    """By whole sums of nodes, by shares of them, or scattered and gathered. What is equal on all
-    ranks is added before the only rounding behind the sums of nodes.
-    """
+    """By whole sums of nodes, by shares of them, or scattered and gathered; equal addends come last."""
     (x, residual, _, out), levels, topology = call, plan.levels, workspace.topology
     assert levels is not None
     if levels.schedule == "node sums":

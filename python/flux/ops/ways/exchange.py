@@ -31,9 +31,7 @@ def sum_over_ranks(
     out: torch.Tensor,
     addends: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows of the sum). addends:
-    [n] or [m, n], equal on all ranks, added in this order before the only rounding; not for scatter.
-    """
+    """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows), plus addends."""
     exchange = _Exchange(workspace, plan, epoch)
     rank, p = workspace.rank, workspace.world_size
     for step in range(1, p + 1):  # own matrix last

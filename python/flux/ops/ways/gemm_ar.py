@@ -1,6 +1,4 @@
-"""The ways of running flux.gemm_ar: with torch, as gemm and all_reduce, as gemm_rs and all_gather, in a
-kernel, on CPUs, and on several nodes. Operands are matrices, and scales canonical.
-"""
+"""The ways of running flux.gemm_ar, of matrices with canonical scales."""
 
 from __future__ import annotations
 

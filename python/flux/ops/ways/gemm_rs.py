@@ -1,6 +1,4 @@
-"""The ways of running flux.gemm_rs: with torch, as gemm and reduce_scatter, in a kernel, tile by tile on CPU,
-and on several nodes. Operands are matrices, and scales canonical.
-"""
+"""The ways of running flux.gemm_rs, of matrices with canonical scales."""
 
 from __future__ import annotations
 

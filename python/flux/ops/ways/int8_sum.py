@@ -1,8 +1,5 @@
-"""Contributions to sums over ranks that travel as int8 with one scale for each 128 elements of a row: about
-half the bytes of 16 bits.
-
-Each rank quantises what it has for the others, sends it, and sums what arrives: on GPUs in one kernel
-(csrc/gemm_ar/int8_sum.cu), elsewhere with torch and one all-to-all. Both have the same bits.
+"""Contributions to sums over ranks that travel as int8 with one scale for each 128 elements of a row:
+quantised, sent and summed by one kernel (csrc/gemm_ar/int8_sum.cu), elsewhere with torch, with the same bits.
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ def same(wire: str | None) -> Same:
 
 
 def planned(plan: _AnyPlan, workspace: Workspace, rows: int, n: int) -> _AnyPlan:
-    """The plan of a call with the same operands whose contributions, [rows, n] for each rank, travel as
-    int8.
-    """
+    """The plan of a call whose contributions, [rows, n] for each rank, travel as int8."""
     reason, why_not = "contributions travel as int8", _why_not(workspace, rows, n)
     room = {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": 0}
     if why_not is not None:
@@ -76,9 +71,7 @@ def rows_at_once(n: int, world_size: int) -> int:
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 of rows [rows, n], and their scales [rows, n / 128]: scale = max(amax, 1e-10) / 127, q = x * (1 /
-    scale) rounded to nearest even, in fp32.
-    """
+    """int8 of rows [rows, n], and scales [rows, n / 128]: max(amax, 1e-10) / 127; rounded to nearest even."""
     wide = x.to(torch.float32)
     scale = quantize.scales_of(quantize.amax_of(wide, "group128"), _MOST, False)
     values = wide * spread(1.0 / scale, x.shape[1])
@@ -92,9 +85,7 @@ def spread(scale: Tensor, n: int) -> Tensor:
 
 
 def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> None:
-    """Writes the sum over ranks of their parts [p, rows, n] for this one to `out` [rows, n], contiguous. The
-    plan is that of `planned`.
-    """
+    """Writes the sum over ranks of their parts [p, rows, n] for this one to `out` [rows, n], contiguous."""
     if not plan.by_flux:
         out.copy_(sum_of(parts, workspace.group))
         return
@@ -111,9 +102,8 @@ def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> Non
 
 
 def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks of their parts [p, rows, n] for this one with torch, [rows, n] in fp32, in rank
-    order. The own part does not travel, and is not rounded, unless a row must not depend on the rank that
-    owns it.
+    """The sum of all ranks' parts [p, rows, n] for this one, in fp32 in rank order. The own part is not
+    rounded, unless a row must not depend on the rank that owns it.
     """
     p, rows, n = parts.shape
     total = parts.new_zeros(rows, n, dtype=torch.float32)

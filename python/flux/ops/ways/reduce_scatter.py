@@ -1,6 +1,4 @@
-"""The ways of running flux.reduce_scatter: with torch, by an exchange of contributions or of int8, and on
-several nodes.
-"""
+"""The ways of running flux.reduce_scatter: torch, an exchange of contributions or of int8, and on nodes."""
 
 from __future__ import annotations
 

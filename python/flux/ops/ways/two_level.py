@@ -103,9 +103,7 @@ def gather(
     inside: Callable[[Tensor, Sequence[Tensor]], object],
     outs: Sequence[Tensor],
 ) -> None:
-    """Writes what `inside`, the AllGather of a node, makes of the rows of each node to outs [p * r, ...], of
-    x [r, k] of each rank. Own rows first, others as they arrive.
-    """
+    """Writes the AllGather of all nodes to outs [p * r, ...], by that of a node, `inside`; own rows first."""
     levels, topology = plan.levels, workspace.topology
     assert levels is not None
     nodes, ranks, node = topology.nodes, topology.ranks, workspace.node
@@ -139,9 +137,7 @@ def gather(
 def sum_whole(
     workspace: NodesWorkspace, make: Callable[[Tensor], object], out: Tensor, addends: Sequence[Tensor] = ()
 ) -> None:
-    """out [m, n] = the sum over nodes of what make() writes, the same on all ranks of a node, plus addends.
-    Of whole sums of nodes, or of shares of them.
-    """
+    """out [m, n] = the sum over nodes of what make() writes, equal on a node's ranks, plus addends."""
     sums = Sums(workspace.topology.nodes, out, addends)
     mine = sums.parts[workspace.node]
     workspace.inside("the sum of the node")
@@ -166,9 +162,7 @@ class Sums:
         self.parts = self._all[: nodes * rows].view(nodes, rows, columns)
 
     def write(self) -> None:
-        """out = the sum of the parts in their order, then of the addends, in fp32 (fp64 for fp64), rounded
-        once.
-        """
+        """out = the sum of the parts in order, then of addends, in fp32 (fp64 for fp64), rounded once."""
         out, count = self._out, self.parts.shape[0] + len(self._addends)
         fits = out.shape[1] % 8 == 0 and count <= _MAX_ADDED and out.data_ptr() % 16 == 0
         if out.is_cuda and fits and out.dtype in (torch.bfloat16, torch.float16):
