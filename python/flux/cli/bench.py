@@ -303,7 +303,7 @@ def command(
         options.check_target("bench: --json", json_file)
     if options.speaks():
         on = f"{settings.world} {'GPUs' if settings.device == 'cuda' else 'CPU processes'}"
-        make_console(stderr=True).print(f"{len(settings.problems)} rows on {on}", highlight=False)
+        make_console(stderr=True).print(f"rows: {len(settings.problems)}, on {on}", highlight=False)
     try:
         record = run(settings)
     except SpawnError as error:

@@ -152,10 +152,10 @@ def test_the_traceback_of_an_interrupt_ends_at_the_call(tmp_path: Path) -> None:
     assert caught.value.__context__ is None
 
 
-def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future[Outcome]]) -> None:
+def test_an_interrupted_benchmark_says_so(outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes["bench"].result()
     check(outcome, 130)
-    assert outcome.notes["err"] == "1 rows on 2 CPU processes\ninterrupted\n"
+    assert outcome.notes["err"] == "rows: 1, on 2 CPU processes\ninterrupted\n"
 
 
 # ---- ranks that are stopped or killed ----------------------------------------------------------------------
