@@ -125,14 +125,9 @@ def enter(
     complete: Callable[[dict[str, Any], GroupLike], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A call of a public function that C++ does not know.
-
-    Args:
-        given: arguments of the torch operator by their public names, and `out`; of several weights in lists.
-            Those at the end may be left away.
-        complete: adds to `given` what the torch operator needs besides, when types are checked.
-        finish: makes what the public function returns. Nothing may follow the call there or here: an
-            exception behind it would make this rank alone call again.
+    """A call of a public function that C++ does not know. given: by the torch operator's public names, and
+    `out`. complete: adds what that needs besides. finish: makes what is returned. Nothing may follow the call
+    there or here: an exception behind it would make this rank alone call again.
     """
     inputs: dict[str, Any] = {}
     for name in _INPUTS[op.name]:
@@ -186,8 +181,8 @@ def below(
     also: Same = NOTHING,
     within: repeat.Recipe | None = None,
 ) -> Any:
-    """A call without gradients and without torch's dispatcher. also, within: of one that is a part of another
-    operator: further facts that ranks compare, and the whole call's recipe, if that is to be known.
+    """A call without gradients and torch's dispatcher. also, within: of a part of another operator: facts
+    that ranks compare, and the whole call's recipe.
     """
     calls = repeat.without_group() if group is None else repeat.of_groups.get(group)
     if within is None and calls is not None:
@@ -281,12 +276,9 @@ def remember(
     results: Mapping[str, Tensor] | None = None,
     by_copy_engine: bool = False,
 ) -> None:
-    """Lets C++ repeat a launch, if it reads and writes the tensors of its caller, and no copies.
-
-    Args:
-        kernel: its torch operator, whose tensors have the names of arguments of the call or of `results`; any
-            others are scratch memory.
-        results: what the call returns, all of it new, by the kernel's names; None: its `out`.
+    """Lets C++ repeat a launch, if it uses the tensors of its caller, and no copies. kernel: its torch
+    operator; what has names of neither the call nor `results` is scratch memory. results: new ones; None: the
+    call's `out`.
     """
     if recipe is None:
         return

@@ -65,18 +65,9 @@ def scatter_norm_gather(
     behind: tuple[Tensor, Tensor | None],
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """gemm_rs, residual added, RMSNorm, ag_gemm. C++ repeats all of it as one call. A collective.
-
-    Args:
-        x: [M, K/p]; p need not divide M.
-        weight: [N, K/p].
-        bias: [N], the same on all ranks.
-        residual: [⌈M/p⌉, N] or more rows, which are not read.
-        norm_weight: [N].
-        behind: weight [C, N] and bias [C] of the last product.
-
-    Returns:
-        [M, N], whose first ⌈M/p⌉ rows are the sum and the residual, the others undefined; and [M, C].
+    """gemm_rs of x [M, K/p], where p need not divide M, residual [⌈M/p⌉, N] or more rows added, RMSNorm,
+    ag_gemm by the weight and bias `behind`, repeated as one. Returns [M, N], whose first ⌈M/p⌉ rows are the
+    sum, and the product.
     """
     group, tokens = process_group(group_name), x.shape[0]
     if missing := -tokens % group.size():

@@ -180,13 +180,8 @@ def _remember_torchs(recipe: repeat.Recipe, transpose_weight: bool) -> None:
 
 
 def serving(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Tensor:
-    """x · weightᵀ of few rows, in a model that only serves. In a CUDA graph, the kernel begins to load the
-    weight before those in front of it have ended.
-
-    Args:
-        x: [..., K].
-        weight: [N, K], contiguous.
-        swiglu: the first half of the result's columns is a gate: returns silu(gate) * others, [..., N / 2].
+    """x · weightᵀ of few rows, in a model that only serves: in a CUDA graph the kernel loads weights early.
+    swiglu: the first half of the columns is a gate: returns silu(gate) * others.
     """
     shape, m, n, k = found = checks.gemm_args("gemm", x, weight, None, False)
     is_constant = in_graph(x)

@@ -33,15 +33,9 @@ def choose_parts(tuning: Tuning, op: str, ranks: int, dtype: int, m: int, n: int
 
 @dataclass(frozen=True)
 class MoePlan(Plan):
-    """How one layer runs.
-
-    m: tokens of all ranks. n, k: rows and columns of each expert's weight on one rank. config: holds ep_size,
-    because ranks compare this field.
-
-    Attributes:
-        columns: first tile and number of tiles of each chunk of columns (layer 1).
-        tile: id of the tile shape; chunks are counted in its columns.
-        communication_ctas: number of CTAs of a GPU that start with communication (layer 1).
+    """How one layer runs. m: tokens of all ranks. n, k: of each expert's weight on one rank. config: ep_size,
+    which ranks compare. columns: first tile and tiles of each chunk (layer 1). tile: id of the tile shape.
+    communication_ctas: CTAs of a GPU that start with communication (layer 1).
     """
 
     columns: tuple[tuple[int, int], ...] = ()

@@ -83,12 +83,9 @@ def _pick_by_rows(
     ways: Callable[[], Iterable[tuple[str, int, float]]],
     parts: Sequence[int] = (1,),
 ) -> Plan:
-    """The plan of a scatter or gather of a tensor of so many bytes, of which all ways send as many.
-
-    Args:
-        ways: on GPUs the schedules, in how many parts, and microseconds.
-        by_blocks, parts: on CPUs whether the rows of each node have launches of their own, and in how many
-            parts they can travel, what is best first.
+    """The plan of a scatter or gather of a tensor of so many bytes, of which all ways send as many. ways: on
+    GPUs schedules, parts and microseconds. by_blocks, parts: on CPUs whether nodes have launches, and
+    possible parts.
     """
     model, topology = _levels(problem)
     sent = sent_by_scatter(nbytes, topology)

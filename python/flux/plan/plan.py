@@ -164,19 +164,9 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan depends on. Ranks of a group have equal problems, so they make equal plans.
-
-    Attributes:
-        device_type: "cuda" or "cpu".
-        m, n, k, dtype, transpose_weight, world_size: as in `Plan`.
-        why_not: what rules out flux's kernels for the group and device (`Workspace.why_not`), or None.
-        num_sms: of the group's smallest GPU; 0 on CPUs.
-        transport: what carries data between ranks.
-        tuning: the measurements to choose by.
-        scaling: as in `Plan`.
-        left_free: SMs of the GPU beside num_sms, which are left to others.
-        topology, engine, links: of a group with several nodes: the nodes, and what carries data between them.
-        nodes_way: "auto", "two-level" or "flat" (FLUX_NODES).
+    """What a plan depends on, equal on all ranks: what is named as in `Plan`; why_not: what rules out kernels
+    for the group and device; of the smallest GPU num_sms, and left_free, left to others; measurements
+    (tuning); of several nodes topology, engine, links and nodes_way (FLUX_NODES).
     """
 
     device_type: str

@@ -42,14 +42,9 @@ def scatter(
     out: Tensor,
     addends: Sequence[Tensor] = (),
 ) -> None:
-    """out [m / p, n] = the sum over nodes of what `inside` makes of this rank's rows, plus addends.
-
-    Rows of other nodes first, own rows last. Sums of nodes travel rounded; they are added in fp32 in the
-    order of nodes, and rounded once.
-
-    Args:
-        m: rows of what is scattered. inside: the ReduceScatter of a node: takes its rows, ranks * s of m, and
-        writes this rank's sum [s, n]. addends: [n] or [m / p, n].
+    """out [m / p, n] = the sum over nodes of what `inside`, a node's ReduceScatter of m rows, makes of this
+    rank's rows, and addends. Own rows come last; sums of nodes travel rounded, are added in fp32 in order,
+    and rounded once.
     """
     levels, topology = plan.levels, workspace.topology
     assert levels is not None
