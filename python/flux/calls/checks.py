@@ -87,12 +87,7 @@ def gemm_args(
 
 
 def operands(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales | None,
-    transpose_weight: bool = False,
-    which: str = "",
+    op: str, x: Tensor, weight: Tensor, scales: Scales | None, transpose_weight: bool = False, which: str = ""
 ) -> None:
     """Checks the types of x and of a weight, or of experts' weights, whose shapes fit, and their scales."""
     if scales is not None:
@@ -203,11 +198,7 @@ def not_expanded(op: str, name: str, written: Tensor) -> None:
 
 
 def separate(
-    op: str,
-    name: str,
-    written: Tensor,
-    *others: Tensor | None,
-    may_be: Sequence[Tensor | None] = (),
+    op: str, name: str, written: Tensor, *others: Tensor | None, may_be: Sequence[Tensor | None] = ()
 ) -> None:
     """Checks that an output shares no memory with itself or others, but `may_be`; tells autograd."""
     not_expanded(op, name, written)

@@ -223,8 +223,6 @@ class Slots:
 def register(op: Operator) -> None:
     """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
     implement(
-        op.torch_operator,
-        lambda *given: below(op, _of_arguments(op, *given)),
-        functools.partial(_fake, op),
+        op.torch_operator, lambda *given: below(op, _of_arguments(op, *given)), functools.partial(_fake, op)
     )
     transforms.casts(op.torch_operator)

@@ -24,12 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def gemm_rs_with_gather(
-    x: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    *,
-    group: GroupLike = None,
-    transpose_weight: bool = False,
+    x: Tensor, weight: Tensor, rows: Tensor, *, group: GroupLike = None, transpose_weight: bool = False
 ) -> Pair:
     """flux.gemm_rs(x, weight) and flux.all_gather(rows), the second beside the first. A collective.
 

@@ -310,12 +310,7 @@ def torch_grouped_mm() -> Any:
 
 
 GROUPED_GEMM = front.Collective(
-    _NAME,
-    Grouped,
-    Grouped.sizes,
-    matrices=Grouped.canonical,
-    alone=_run,
-    answer=lambda call, made: made,
+    _NAME, Grouped, Grouped.sizes, matrices=Grouped.canonical, alone=_run, answer=lambda call, made: made
 )
 front.register(GROUPED_GEMM, casts=True)
 _kernel: Any = torch.ops.flux._grouped_gemm.default
