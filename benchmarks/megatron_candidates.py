@@ -205,12 +205,7 @@ def engine_spec(config: Any) -> Any:
 
 
 def build(
-    settings: Settings,
-    config: Any,
-    spec: Any,
-    on_flux: bool,
-    device: torch.device,
-    weights: dict[str, Any],
+    settings: Settings, config: Any, spec: Any, on_flux: bool, device: torch.device, weights: dict[str, Any]
 ) -> Any:
     """A model with the parameters of `weights`, where it has those."""
     from megatron.core.models.gpt import GPTModel
@@ -252,9 +247,7 @@ def begin_overlap(settings: Settings) -> None:
     import transformer_engine.pytorch as te
 
     te.module.base.initialize_ub(
-        shape=[settings.model.sequence, settings.model.hidden],
-        tp_size=settings.tp,
-        bootstrap_backend="nccl",
+        shape=[settings.model.sequence, settings.model.hidden], tp_size=settings.tp, bootstrap_backend="nccl"
     )
 
 

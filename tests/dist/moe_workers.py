@@ -56,10 +56,7 @@ def graphs(rank: int, world_size: int) -> list[str]:
 
     def layers() -> list[torch.Tensor]:
         routing = flux.moe.route(ids, weights, 8, ep_size=world_size)
-        return [
-            flux.moe.ag_scatter_gemm(x, w1, routing),
-            flux.moe.gemm_gather_rs(hidden, w2, routing),
-        ]
+        return [flux.moe.ag_scatter_gemm(x, w1, routing), flux.moe.gemm_gather_rs(hidden, w2, routing)]
 
     max_rows = world_size * 192 * min(2, 8 // world_size)
     ids, weights, x, w1, w2, hidden = held = inputs(cases[0])

@@ -90,12 +90,7 @@ PROGRAMS = {
         ),
         Program("wgrad", ("moe/grouped_wgrad.cu", *_RUNTIME), ("grouped_wgrad",)),
         Program("fp8_moe", (*_MOE, *_RUNTIME), ("fp8_grouped_gemm", "fp8_moe_layers"), helpers=("fp8",)),
-        Program(
-            "dead",
-            _ALL,
-            ("dead_rank", "too_late_rank", "graphs"),
-            helpers=("ops", "graphs"),
-        ),
+        Program("dead", _ALL, ("dead_rank", "too_late_rank", "graphs"), helpers=("ops", "graphs")),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
         Program("refused", _ALL, ("refused",), helpers=("fp8",)),
     )
@@ -174,11 +169,7 @@ def build(name: str, root: Path = ROOT, changed: Collection[str] = ()) -> Path:
     # Last: its thread-local array ends the block (engine/shared_memory.cc).
     engine.sort(key=lambda path: path.endswith("shared_memory.cc"))
     wanted = [
-        (
-            f"csrc/{kernel}",
-            _DEVICE if kernel.endswith(".cu") else _HOST,
-            root if kernel in changed else ROOT,
-        )
+        (f"csrc/{kernel}", _DEVICE if kernel.endswith(".cu") else _HOST, root if kernel in changed else ROOT)
         for kernel in kernels
     ]
     for case in (f"cases/{case}.cc" for case in ("case", *program.helpers, name)):

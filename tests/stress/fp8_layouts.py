@@ -17,10 +17,7 @@ def _vllm_block(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | 
     if scale_x.dim() < 2 or scale_x.shape[1] == 1:
         return None
     wide = torch.empty(scale_w.shape[0], 3 + scale_w.shape[1])
-    return {
-        "scale_x": scale_x.t().contiguous().t(),
-        "scale_w": wide[:, 3:].copy_(scale_w),
-    }
+    return {"scale_x": scale_x.t().contiguous().t(), "scale_w": wide[:, 3:].copy_(scale_w)}
 
 
 def _vllm_channel(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | None:

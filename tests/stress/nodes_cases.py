@@ -74,13 +74,7 @@ def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bo
         share = min(share + draw.choice((0, 0, 1, 7)), case.max_tokens)
     ids, weights = case.routing(rank)
     routing = flux.moe.route(
-        ids,
-        weights,
-        experts,
-        group=group,
-        ep_size=ep_size,
-        max_tokens=case.max_tokens,
-        max_node_tokens=share,
+        ids, weights, experts, group=group, ep_size=ep_size, max_tokens=case.max_tokens, max_node_tokens=share
     )
     shares = nodes > 1 and routing.incoming.shape[1] != case.max_tokens
     crosses = "spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens"

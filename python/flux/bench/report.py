@@ -13,15 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flux.bench.model import (
-    Bar,
-    Derived,
-    Row,
-    Summary,
-    bar_over_16_bits,
-    geomean,
-    summarise,
-)
+from flux.bench.model import Bar, Derived, Row, Summary, bar_over_16_bits, geomean, summarise
 from flux.bench.record import Record
 
 # The target of each op: docs/benchmarks.md, "Targets".
@@ -165,7 +157,7 @@ _CHECK = Column(
 _HEAD = [_MODEL, _M, _N_K, _FLUX]
 _TAIL = [Column("host µs", _host, spare=8), Column("plan", _plan, "left", spare=9), _CHECK]
 _GPU_COLLECTIVE = [
-    *(*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _OVER_PARTS, _E_OVERLAP, _FLOOR, _OVER_FLOOR),
+    *(*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _OVER_PARTS, _E_OVERLAP, _FLOOR, _OVER_FLOOR)
 ]
 _GPU_GEMM = [_PATTERN, _M, _N_K, _FLUX, _PEER_MS, _SPEEDUP_3, _RATE, _PEER_RATE, *_TAIL]
 _GPU_FP8_GEMM = [_PATTERN, _M, _N_K, _FLUX, _RATE, _OVER_16_BITS, _PEER, _SPEEDUP, _FAST, *_TAIL]

@@ -17,16 +17,7 @@ import flux
 from flux import _env, machine
 from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context
-from flux.bench.model import (
-    FP8,
-    FP8_RESULT,
-    LINK_GB_PER_S,
-    OTHERS,
-    Row,
-    Timing,
-    derive,
-    on_wire_bytes,
-)
+from flux.bench.model import FP8, FP8_RESULT, LINK_GB_PER_S, OTHERS, Row, Timing, derive, on_wire_bytes
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import SHAPE, Problem
@@ -97,13 +88,7 @@ def run(settings: Settings, by: Callable[..., Any] | None = None, *more: Any, **
         # Megatron requires it for its overlap, so measure with this setting.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     of_ranks = spawn(
-        by,
-        settings.world,
-        settings,
-        *more,
-        timeout_s=settings.timeout_s,
-        backend=backend,
-        env=env,
+        by, settings.world, settings, *more, timeout_s=settings.timeout_s, backend=backend, env=env
     )
     return of_ranks[0]
 

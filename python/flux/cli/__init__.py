@@ -13,12 +13,7 @@ from flux.cli.options import Commands
 
 _INTERRUPTED = 130
 
-app = typer.Typer(
-    cls=Commands,
-    name="flux",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, name="flux", no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("bench")(bench.command)
 app.command("compare")(compare.command)
 app.command("history")(history.command)

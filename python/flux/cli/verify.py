@@ -93,8 +93,7 @@ def command(
         float, typer.Option(parser=real(1.0), metavar="SECONDS", help="For one number of ranks.")
     ] = 300.0,
     nodes: Annotated[
-        int | None,
-        counted("Only ranks on so many nodes, emulated on this machine.", most=MAX_WORLD_SIZE),
+        int | None, counted("Only ranks on so many nodes, emulated on this machine.", most=MAX_WORLD_SIZE)
     ] = None,
 ) -> None:
     """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.

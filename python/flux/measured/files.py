@@ -48,12 +48,7 @@ def agreed(told: list[dict[str, Any]], mine: Tuning) -> tuple[Tuning, str | None
 def to_tell(tuning: Tuning) -> dict[str, Any]:
     """What a rank tells its peers, so that all decide alike."""
     shipped = _env.get("FLUX_TUNING") == "auto"
-    return {
-        "digest": tuning.digest,
-        "source": tuning.source,
-        "problem": tuning.problem,
-        "shipped": shipped,
-    }
+    return {"digest": tuning.digest, "source": tuning.source, "problem": tuning.problem, "shipped": shipped}
 
 
 @functools.cache

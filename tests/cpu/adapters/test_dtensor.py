@@ -18,11 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flux
-from flux.integrations.dtensor import (
-    FluxColwiseParallel,
-    FluxRowwiseParallel,
-    FluxSharedColwiseParallel,
-)
+from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.layers import functional
 
 HIDDEN, WIDE = 16, 32

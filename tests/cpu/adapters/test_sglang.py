@@ -286,10 +286,7 @@ def prefill(rank: int, world_size: int) -> list[str]:
         )
         for weight in (up.chunk(world_size)[rank], down.chunk(world_size, dim=1)[rank].contiguous())
     )
-    with (
-        sglang(True),
-        counted("ag_gemm", "gemm_rs") as (gathers, scatters),
-    ):
+    with sglang(True), counted("ag_gemm", "gemm_rs") as (gathers, scatters):
         load_plugins()
         sequence = begin_model()
         if SGLANG is not None:

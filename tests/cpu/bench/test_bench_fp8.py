@@ -20,16 +20,7 @@ from flux.bench import record
 from flux.bench.cases import gemm, libraries, moe, quantize
 from flux.bench.cases.common import Context
 from flux.bench.cases.operands import Scaled
-from flux.bench.model import (
-    FP8,
-    IN_16_BITS,
-    VLLM,
-    Row,
-    bar_over_16_bits,
-    derive,
-    in_way,
-    on_wire_bytes,
-)
+from flux.bench.model import FP8, IN_16_BITS, VLLM, Row, bar_over_16_bits, derive, in_way, on_wire_bytes
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem

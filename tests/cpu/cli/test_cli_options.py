@@ -116,10 +116,7 @@ def test_what_a_suite_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (b"not = toml = at all", "no TOML: Invalid value"),
-        (b"\xff\xfe", "expected UTF-8, got 0xff"),
-    ],
+    [(b"not = toml = at all", "no TOML: Invalid value"), (b"\xff\xfe", "expected UTF-8, got 0xff")],
 )
 def test_a_wrong_suite_names_its_file(tmp_path: Path, text: bytes, words: str) -> None:
     file = tmp_path / "mine.toml"

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from repeated import (
-    CALLS,
-    FP8_SUMS,
-    Machine,
-    arguments,
-    tensor,
-)
+from repeated import CALLS, FP8_SUMS, Machine, arguments, tensor
 
 from flux import moe
 from flux.comm import cuda

@@ -305,11 +305,7 @@ def test_nothing_to_compute_launches_nothing(
 
 @pytest.mark.parametrize(("quant", "parts"), [(None, 1), (None, 3), ("tensor", 1), ("tensor", 3)])
 def test_norms_of_kernels_are_of_whole_rows(
-    quant: str | None,
-    parts: int,
-    machine: Machine,
-    workspace: CudaWorkspace,
-    monkeypatch: pytest.MonkeyPatch,
+    quant: str | None, parts: int, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel makes of each part is the result; several parts are quantised behind it, as one."""
     x, weight = torch.arange(7 * 16.0).view(7, 16).bfloat16(), torch.full((16,), 2.0).bfloat16()

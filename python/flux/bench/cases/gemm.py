@@ -10,13 +10,7 @@ from torch import Tensor
 import flux
 from flux.bench.cases.common import Context, Lineup, library
 from flux.bench.cases.libraries import opened
-from flux.bench.cases.operands import (
-    DECODE_M,
-    Operands,
-    check_op,
-    random_operands,
-    step_of,
-)
+from flux.bench.cases.operands import DECODE_M, Operands, check_op, random_operands, step_of
 from flux.bench.cases.plans import explained, plan_dict
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem

@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench.cases.common import (
-    Candidate,
-    Context,
-    Lineup,
-    collectives,
-    tried,
-)
+from flux.bench.cases.common import Candidate, Context, Lineup, collectives, tried
 from flux.bench.cases.operands import Operand, Scaled, gathering, moved, values
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
@@ -159,10 +153,7 @@ def collective(
 
 
 def exchange(
-    lineup: Lineup,
-    own: Operand,
-    routing: flux.moe.Routing,
-    make: Callable[[Transport], Candidate],
+    lineup: Lineup, own: Operand, routing: flux.moe.Routing, make: Callable[[Transport], Candidate]
 ) -> None:
     """The candidate with expert parallelism by all-to-alls."""
     if routing.ep_size < lineup.context.world_size:
