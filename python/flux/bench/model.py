@@ -203,10 +203,7 @@ def floor_ms(gemm: float, bytes_on_wire: int, link_gb_per_s: float = LINK_GB_PER
 
 
 def e_overlap(flux: float, gemm: float, serial: float) -> float | None:
-    """Share of the communication time that is hidden (FLUX, arXiv 2406.06858, section 5).
-
-    1: all of it; below 0: slower than one after the other. None where the serial pipeline adds nothing.
-    """
+    """Share of communication that is hidden (arXiv 2406.06858); below 0: slower. None: there is none."""
     return 1.0 - (flux - gemm) / (serial - gemm) if serial > gemm else None
 
 

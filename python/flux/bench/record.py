@@ -161,12 +161,7 @@ def take_clocks(result: dict[str, Any], key: str) -> list[str]:
 
 
 def write_rows(path: str | Path, what: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
-    """Writes raw measurements that are no rows of bench: one head, and a line for each row.
-
-    Args:
-        what: is measured, in a sentence.
-        about: what else the head tells. Not of what machine, commit and day.
-    """
+    """Writes raw measurements that are no rows of bench: a head of `what` and `about`, and the rows."""
     cuda = torch.cuda.is_available()
     head = {
         "schema": SCHEMA,

@@ -39,10 +39,7 @@ TABLE_WIDTH = 80  # width of the columns that every table has
 
 
 def make_console(*, stderr: bool = False, least: int = 0) -> Console:
-    """A console that doesn't fold a table when its output goes to a file or a pipe.
-
-    least: columns that it has on any terminal; a narrower one breaks lines.
-    """
+    """A console that doesn't fold a table in a file or a pipe. least: columns that it has anywhere."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):  # characters that an ASCII terminal lacks must not raise
         stream.reconfigure(errors="replace")

@@ -151,10 +151,7 @@ def measure(
     settings: Settings,
     stage: Callable[[str], object] = lambda text: None,
 ) -> Row:
-    """One row: exact data first, then the clock. A wrong result is recorded and not timed.
-
-    stage: is told what follows.
-    """
+    """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
     stage("checking")
     spec = OPS[problem.op]
     local = problem.local(context.tp)

@@ -95,10 +95,7 @@ def captured(
     device: torch.device,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Call, T]:
-    """The replay of a burst from a CUDA graph, and what the burst returned in it.
-
-    inside: a context manager for the capture.
-    """
+    """The replay of a burst from a CUDA graph, captured `inside`, and what the burst returned in it."""
     for _ in range(2):  # allocations, module loading and rendezvous, which a graph cannot capture
         burst()
     torch.cuda.synchronize(device)
@@ -240,10 +237,7 @@ class GpuTimer:
         return (time.perf_counter() - start) * 1e3 / 3
 
     def _first_guess(self, name: str, call: Call) -> float:
-        """How long a call takes the host, and whether it waits for the GPU instead (into self._waiting).
-
-        Such a call takes as long as the delay that it is measured behind; with nothing to wait for, far less.
-        """
+        """How long a call takes the host, and whether it waits for the GPU: then as long as the delay."""
         busy = self._enqueue_once(call)
         if 2 * busy < _GUESS_DELAY_MS:  # all three calls: a guess is 1.5 times one call
             return busy
@@ -256,10 +250,7 @@ class GpuTimer:
         return idle
 
     def host_us(self, call: Call, calls: int = 20, repeats: int = 3) -> float:
-        """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank.
-
-        Of calls that take long, fewer, so that the GPU's queue holds them.
-        """
+        """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank."""
         once = all_max([self._enqueue_once(call)], self._group, self._device)[0]
         calls = min(calls, max(1, int(_SURELY_FITS_MS / max(once, 1e-3))))
         times = []

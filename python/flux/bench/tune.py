@@ -70,11 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a run has measured.
-
-    wrong: problems whose results were wrong, which are not in the file.
-    left: problems for which there was no time.
-    """
+    """What a run has measured. wrong: problems with wrong results; left: those without time."""
 
     choices: tuple[Choice, ...]
     wrong: tuple[str, ...] = ()
@@ -100,11 +96,7 @@ def known(file: Path) -> tuple[Machine | None, list[Fact]]:
 
 
 def traced(file: Path, world: int) -> list[Problem]:
-    """The problems of a file of FLUX_RECORD_SHAPES that this many ranks have, each once.
-
-    Raises:
-        ValueError: the file cannot be read, or is no such file.
-    """
+    """The problems of a file of FLUX_RECORD_SHAPES, else ValueError, that this many ranks have, each once."""
     problems: dict[Problem, None] = {}
     what = "file of FLUX_RECORD_SHAPES"
     for i, line in enumerate(_files.read_text(file, what).splitlines(), 1):
@@ -176,12 +168,7 @@ def _tune_rank(rank: int, world_size: int, settings: Settings, file: str, budget
 
 
 def facts_of(row: Row, tuned: bool = False) -> Iterator[Fact]:
-    """Facts of a row that has several ways: of its operator, and of the parts that were timed alone. Without
-    their source.
-
-    Args:
-        tuned: flux chose by measurements, so it is not known how its parts ran.
-    """
+    """Facts of a row with several ways, and of parts timed alone. tuned: flux chose by measurements."""
     return (fact for fact in _facts(row, tuned) if len(fact.us) > 1)
 
 

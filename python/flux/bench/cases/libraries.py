@@ -104,9 +104,7 @@ LIBRARIES = (
 
 
 def opened(problem: Problem, lineup: Lineup) -> list[Library]:
-    """Those that multiply the operands of a row: of fp8 ones, those that gave the right product, and notes on
-    the others. A collective.
-    """
+    """Those that multiply the operands of a row, and notes on others, which gave a wrong fp8 product."""
     if not problem.scales:
         return [Library(library(lineup.context), "peer", "torch", (), _mm)]
     found = []

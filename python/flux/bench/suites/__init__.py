@@ -37,10 +37,7 @@ class Problem:
     scales: str = field(default="", kw_only=True)
 
     def local(self, tp: int) -> tuple[int, int, int]:
-        """(M, N, K) of the GEMM that one rank computes.
-
-        Raises ValueError if the cut dimension does not divide by ``tp``.
-        """
+        """(M, N, K) of the GEMM of a rank. Raises ValueError if ``tp`` does not divide what is cut."""
         if self.pattern == "local":
             return self.m, self.n, self.k
         name, size = ("n", self.n) if self.pattern == "ag_gemm" else ("k", self.k)
@@ -81,10 +78,7 @@ class Request:
     ep: tuple[int, ...] = ()
 
     def pick(self, known: Sequence[str]) -> tuple[str, ...]:
-        """The names of the wanted models: by default all real ones, or on CPUs the tiny one.
-
-        Raises ValueError naming the models there are if one is unknown.
-        """
+        """The names of the wanted models, else ValueError: by default all real ones; on CPUs the tiny one."""
         for name in self.models:
             one_of(name, known)
         return self.models or tuple(name for name in known if (name == "tiny") != self.cuda)
@@ -117,10 +111,7 @@ class Suite:
         ]
 
     def select(self, models: list[str] | None = None, m: list[int] | None = None) -> Suite:
-        """The part of the suite with these model names and these M.
-
-        Raises ValueError naming the models there are if one is unknown.
-        """
+        """The part of the suite with these model names, else ValueError, and these M."""
         known = {model.name: model for model in self.models}
         for name in models or ():
             one_of(name, known, f" (suite {self.name})")
