@@ -149,9 +149,7 @@ def is_partial(tensor: Any) -> bool:
 
 
 def local_parts(parameters: Sequence[Tensor | None], is_sum: bool = False) -> list[Any]:
-    """What this rank has of parameters, for one call. Gradients become DTensors, placed as the parameters.
-    is_sum: those of a parameter that all ranks have are to be summed.
-    """
+    """This rank's parts of parameters; gradients are placed alike. is_sum: of what all have, as sums."""
     placed: list[Any] = [parameter for parameter in parameters if is_placed(parameter)]
     if not placed:
         return list(parameters)

@@ -109,9 +109,7 @@ def ag_gemm_args(
     world_size: int,
     scales: Sequence[Scales] = (),
 ) -> tuple[list[list[int]], int, tuple[int, ...], int]:
-    """Checks gathered x [..., k] times each weight [n, k] (or [k, n]), plus its bias [n], if there are any.
-    Returns shapes, m (gathered rows), n of each, and k.
-    """
+    """Checks gathered x times each weight, plus its bias, if any. Returns shapes, m, n of each, and k."""
     count = len(weights)
     if count == 0:
         fail(op, "weight", "at least one weight", "an empty list")

@@ -1,6 +1,4 @@
-"""The way of an operator from its public function, or from torch's dispatcher, to what runs it: a function of
-a named tuple, the call, and its plan (flux.ops.ways).
-"""
+"""An operator's way from its public function, or torch's dispatcher, to what runs a call, a named tuple."""
 
 from __future__ import annotations
 
@@ -181,9 +179,7 @@ def below(
     also: Same = NOTHING,
     within: repeat.Recipe | None = None,
 ) -> Any:
-    """A call without gradients and torch's dispatcher. also, within: of a part of another operator: facts
-    that ranks compare, and the whole call's recipe.
-    """
+    """A call without gradients and dispatcher. also, within: facts and recipe of the operator around."""
     calls = repeat.without_group() if group is None else repeat.of_groups.get(group)
     if within is None and calls is not None:
         done = calls.call_below(op.number, *known(call).values())

@@ -37,9 +37,7 @@ _of_parent: set[ProcessGroup] = set()
 def in_turn(
     group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
 ) -> T:
-    """Runs fn(*arguments), a whole call on a group, in turn (csrc/bindings/call_turn.h). holds: fn has work
-    around a call that is not flux's, such as autograd's.
-    """
+    """Runs fn(*arguments), a whole call on a group, in turn. holds: with work that is not flux's."""
     if group.size() == 1:
         return fn(*arguments)
     its_turn = _turns.get((group, device)) or turn(group, device)

@@ -54,9 +54,7 @@ NOTHING: Same = {}
 
 
 class Disagreement(ValueError):
-    """The ranks of a group made different calls, or differ in settings, builds of flux or measurements.
-    Raised on all of them alike, so the group remains usable.
-    """
+    """Ranks made different calls, or differ in settings, builds of flux or measurements. All raise it."""
 
 
 class NotInvariant(ValueError):

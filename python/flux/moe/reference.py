@@ -139,9 +139,7 @@ def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's rows [rows, n] over its choices [..., k], in order, in the wide type;
-    rows and weights of choices without a row here (position -1) do not matter.
-    """
+    """The wide sum of each token's rows [rows, n] over its choices [..., k], in order; -1: none here."""
     wide = wide_type(product.dtype)
     total = torch.zeros(*positions.shape[:-1], product.shape[1], dtype=wide, device=product.device)
     if product.shape[0] == 0:

@@ -320,7 +320,10 @@ def _among_ranks(call: _Call, group: ProcessGroup, shapes: Shapes) -> list[Tenso
     layout = _layout(p, group.rank(), call.ep_size, call.num_experts, k, call.max_tokens)
     if on_gpu and not isinstance(workspace, NodesWorkspace):
         of_group = cast("CudaWorkspace | None", workspace)
-        plan = kernel_plan(layout, call.ids.device, of_group)
+        if of_group is None:
+            plan = _make_plan(layout, cuda.why_not(call.ids.device), cuda.num_sms(call.ids.device), "")
+        else:
+            plan = _make_plan(layout, of_group.why_not, of_group.num_sms, of_group.transport)
         if plan.by_flux:
             return by_kernel(of_group, plan, layout, call, shapes)
     everybody = _message(call)
@@ -335,15 +338,9 @@ def _among_ranks(call: _Call, group: ProcessGroup, shapes: Shapes) -> list[Tenso
     return [*arrays, parts[0].data]
 
 
-def kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
-    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
-    if workspace is None:
-        return _make_plan(layout, cuda.why_not(device), cuda.num_sms(device), "")
-    return _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
-
-
 @functools.lru_cache(maxsize=1024)
 def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
+    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
     if why_not is None and layout.local_experts > layout.max_route_experts:
         why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
     if why_not is None and not layout.route_fits(num_sms):

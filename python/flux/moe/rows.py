@@ -1,6 +1,4 @@
-"""Steps between GEMMs of experts, over rows in a routing's order: torch's formulas (second gradients, too)
-or kernels, which skip rows without an expert.
-"""
+"""Steps between GEMMs of experts, over rows in a routing's order: torch's formulas, or kernels."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: 
 def weighted_sum(
     product: Tensor, positions: Tensor, weights: Tensor, within: repeat.Recipe | None = None
 ) -> Tensor:
-    """As reference.weighted_sum; if there is a kernel, in one pass and rounded to the dtype of `product`.
-    within: of the call that this one is a part of, if that is to be known (flux.comm.repeat).
-    """
+    """As reference.weighted_sum; by a kernel, rounded to the dtype of `product`. within: the whole call."""
     if not kernel_takes(product, product.shape[1]) or positions.shape[-1] > _MAX_CHOICES:
         return reference.weighted_sum(product, positions, weights)
     out = product.new_empty(*positions.shape[:-1], product.shape[1])

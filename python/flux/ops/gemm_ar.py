@@ -170,9 +170,7 @@ def serving(
     eps: float,
     group: GroupLike,
 ) -> tuple[Tensor, Tensor]:
-    """gemm_ar with a norm, in a CUDA graph of a model that only serves: the next kernel loads its weight
-    while ranks wait (docs/design/vllm.md#against-vllms-defaults).
-    """
+    """gemm_ar with a norm, of a model that only serves: in a CUDA graph the next kernel loads early."""
     pg = resolve_group(group, "gemm_ar")
     if bias is None and x.shape[0] <= plain.SERVED_TOKENS:
         product = plain.serving(x, weight)

@@ -102,9 +102,7 @@ def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> Non
 
 
 def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of all ranks' parts [p, rows, n] for this one, in fp32 in rank order. The own part is not
-    rounded, unless a row must not depend on the rank that owns it.
-    """
+    """The fp32 sum of all ranks' parts [p, rows, n] for this one; its own is exact, unless invariant."""
     p, rows, n = parts.shape
     total = parts.new_zeros(rows, n, dtype=torch.float32)
     if parts.numel() == 0:
