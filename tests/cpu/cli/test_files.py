@@ -347,6 +347,35 @@ def test_a_hostile_suite(tmp_path: Path) -> None:
 # --- The page
 
 
-def test_the_security_page_names_every_variable() -> None:
+# What opens files, and its words on the page.
+OPENS = {
+    "_files.py": "One reader",
+    "bench/plot.py": "`--plot`",
+    "bench/suites/__init__.py": "`flux bench --suite`",
+    "cli/options.py": "a name that nobody can guess",  # tries whether a target can be written
+    "cli/verify_cases.py": "`flux-verify-…`",
+    "cli/verify_log.py": "`flux-verify-…`",
+    "comm/shm.py": "`/dev/shm/flux-<pid>",
+    "integrations/async_tp.py": "flux's own sources",
+    "integrations/vllm/thresholds.py": "`FLUX_VLLM_TUNING`",  # to tell whether two are the same
+    "machine.py": "`/proc/cpuinfo`",
+    "plan/choose.py": "`FLUX_RECORD_SHAPES`",
+    "bench/tune.py": "`flux tune --trace`",
+}
+OPENING = re.compile(
+    r"(?<![\w.])open\(|\bpath\.open\(|\.(?:read|write)_(?:text|bytes)\(|\bos\.open\(|\bsavefig\(|"
+    r"TemporaryDirectory\(|mkdtemp\(|NamedTemporaryFile\(|get_hash_for_files\("
+)
+
+
+def test_the_security_page_names_every_variable_and_file() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     assert set(re.findall(r"`(FLUX_[A-Z0-9_]+)`", page)) == {variable.name for variable in _env.VARIABLES}
+    package = ROOT / "python" / "flux"
+    opening = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(OPENING.search(line) for line in path.read_text().splitlines() if "def open(" not in line)
+    }
+    assert opening == OPENS.keys()
+    assert all(words in page for words in OPENS.values())
