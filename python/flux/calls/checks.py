@@ -146,13 +146,11 @@ def reduce_scatter_args(op: str, x: Tensor, world_size: int) -> list[int]:
 
 def all_gather_args(op: str, x: Tensor, world_size: int) -> list[int]:
     """Checks x [rows, ...] of each rank; returns the shape of the result."""
-    shape = list(x.shape)
-    if not shape:
+    if x.dim() < 1:
         fail(op, "x", "at least 1 dimension", "0")
     if x.dtype not in FP8:  # rows are only copied
         floating(op, x)
-    shape[0] = shape[0] * world_size
-    return shape
+    return [x.shape[0] * world_size, *x.shape[1:]]
 
 
 def grads(op: str, x: Tensor, grad_output: Tensor, main_grad: Tensor | None, shape: list[int]) -> None:

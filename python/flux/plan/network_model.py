@@ -17,7 +17,7 @@ _SMALL_COLLECTIVE_US = 6.0
 _FLAT_TRIPS = 2
 # By which the best way must be expected to be sooner than the flat one: the model is not measured.
 MARGIN = 0.95
-# Rate of a GEMM, by which `hidden_from` is told to users.
+# Rate of a GEMM that would hide an exchange.
 _TYPICAL_FLOP_PER_US = 700e6
 
 
@@ -57,20 +57,17 @@ class TwoLevel:
     def lines(self) -> list[str]:
         found = [f"  exchange   {self.bytes_sent / 2**20:.2f} MiB from each rank to other nodes"]
         if self.us:
+            # K (gemm_rs) or N (ag_gemm) on a rank, for any number of rows.
+            hidden = _TYPICAL_FLOP_PER_US / (self.topology.ranks * self.links.nic_gb_per_s * 1e3)
             found += [
                 f"  model      two-level {self.us:.1f} us, flat {self.flat_us:.1f} us; flat below a gain of "
                 f"{1 - MARGIN:.0%}",
                 f"  links      {self.links}",
-                f"  hidden     behind a GEMM with an inner dimension from {hidden_from(self)} on",
+                f"  hidden     behind a GEMM with an inner dimension from {hidden:.0f} on",
             ]
             if self.sms:
                 found.append(f"  left free  {self.sms} SMs while an exchange is on its way")
         return found
-
-
-def hidden_from(levels: TwoLevel) -> int:
-    """From which K (gemm_rs) or N (ag_gemm) on a rank a GEMM hides an exchange, for any number of rows."""
-    return round(_TYPICAL_FLOP_PER_US / (levels.topology.ranks * levels.links.nic_gb_per_s * 1e3))
 
 
 @dataclass(frozen=True)

@@ -289,40 +289,27 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
     rows = Rows(call.x, call.scales)
     arrivals = gather.Arrivals(workspace, plan, epoch, rows.sent)
     plans = plan.parts or (plan,) * len(call.weight)
-    for of_weight, (weight, bias, out, scale) in zip(plans, call.each(), strict=True):
+    core, m, p = _native.core, plan.m, plan.world_size
+    for own, (weight, bias, out, scale) in zip(plans, call.each(), strict=True):
         wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
-        _compute_tiles(arrivals, rows, workspace.rank, of_weight, wide_w, bias, out)
+        wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
+        config = core.tile_config(own.config)
+        order = core.ag_gemm_tiles(m, own.n, p, workspace.rank, own.config, own.cluster, own.group_m)
+        for source, m_tile, n_tile in order:  # tiles of own rows first, others as their rows arrive
+            columns = slice(n_tile * config.block_n, (n_tile + 1) * config.block_n)
+            block = arrivals.block(source, m_tile)
+            tile = wide_w.times(rows.rows(block), columns, rows.scale(block))
+            if wide_bias is not None:
+                tile += wide_bias[columns]
+            first_row = source * (m // p) + m_tile * config.block_m
+            out[first_row : first_row + tile.shape[0], columns] = tile
     if call.gathered:
         everybody = call.gathered[0]
         if call.scales:
-            everybody = rows.sent.new_empty(plan.m, rows.sent.shape[1])
-        for source in range(plan.world_size):
+            everybody = rows.sent.new_empty(m, rows.sent.shape[1])
+        for source in range(p):
             arrivals.copy_to(everybody, source)
         rows.copy(everybody, call.gathered)
-
-
-def _compute_tiles(
-    arrivals: gather.Arrivals,
-    sent: Rows,
-    rank: int,
-    plan: Plan,
-    wide_w: WideWeight,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Tiles of own rows first, others as their rows arrive."""
-    core, p = _native.core, plan.world_size
-    wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
-    config = core.tile_config(plan.config)
-    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
-    for source, m_tile, n_tile in order:
-        columns = slice(n_tile * config.block_n, (n_tile + 1) * config.block_n)
-        block = arrivals.block(source, m_tile)
-        tile = wide_w.times(sent.rows(block), columns, sent.scale(block))
-        if wide_bias is not None:
-            tile += wide_bias[columns]
-        first_row = source * (plan.m // p) + m_tile * config.block_m
-        out[first_row : first_row + tile.shape[0], columns] = tile
 
 
 AG_GEMM = front.Collective(

@@ -129,10 +129,7 @@ class Arrivals:
     """One gather of the CPU path: sends this rank's rows block by block, and receives the peers' rows."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor) -> None:
-        self._workspace = workspace
-        self._plan = plan
-        self._epoch = epoch
-        self._x = x
+        self._workspace, self._plan, self._epoch, self._x = workspace, plan, epoch, x
         self._layout = _native.core.ag_gemm_layout(plan.m, x.shape[1], plan.world_size)
         rank = workspace.rank
         for block, rows in enumerate(self._blocks()):

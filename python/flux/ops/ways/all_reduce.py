@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux._memory import wide_type
@@ -95,11 +94,7 @@ def alone(call: Call) -> None:
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    unfused(call.x, call.residual, workspace.group, call.out)
-
-
-def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:
-    """out = the sum of all ranks' x, plus residual, with torch."""
+    x, residual, _, out = call
     if out.numel() == 0:
         return
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
@@ -108,7 +103,7 @@ def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor
     total = out if in_place else torch.empty(out.shape, dtype=wide, device=out.device)
     if total.data_ptr() != x.data_ptr():
         total.copy_(x)
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=workspace.group)
     if residual is not None:
         total += residual
     if total is not out:

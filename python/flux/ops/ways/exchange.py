@@ -100,9 +100,7 @@ class _Exchange:
     """The exchange areas of one call, and their signals."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int) -> None:
-        self._workspace = workspace
-        self._plan = plan
-        self._epoch = epoch
+        self._workspace, self._plan, self._epoch = workspace, plan, epoch
         mode = _native.core.ExchangeMode(plan.mode)
         self.two_shot = mode == _native.core.ExchangeMode.TWO_SHOT
         self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)

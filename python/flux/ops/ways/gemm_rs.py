@@ -49,21 +49,20 @@ def by_torch(
     x, weight, bias, transpose_weight, out, scales = call
     if out.numel() == 0:
         return
+    total = out
     if x.shape[1] == 0:
         out.zero_()
-    elif x.device.type == "cuda":
+    elif x.is_cuda:
         partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
         plain.unfused(call._replace(bias=None, out=partial))
         groups.reduce_scatter()(out, partial, group=workspace.group)
-    else:
-        # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
+    else:  # gloo is slow in any dtype, so it sums in the wide type
         partial = product(x, weight, transpose_weight, scales)
         total = torch.empty(out.shape, dtype=partial.dtype)
         groups.reduce_scatter()(total, partial, group=workspace.group)
-        out.copy_(total if bias is None else total + bias)
-        return
-    if bias is not None:
-        out += bias
+    two_level.add(total, () if bias is None else (bias,))
+    if total is not out:
+        out.copy_(total)
 
 
 def kernel(
