@@ -155,16 +155,9 @@ _EXTRA = {
     "all_reduce": {"eps": "Optional[float]", **_QUANTISED},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype"},
     "quantize": {"dtype": "dtype"},
-    "explain": {
-        "m": "int",
-        "n": "int",
-        "k": "int",
-        "dtype": "dtype",
-        "transpose_weight": "bool",
-        "norm": "bool",
-        "scales": "Optional[str]",
-        "accumulate": "str",
-    },
+    "explain": dict.fromkeys(("m", "n", "k"), "int")
+    | dict.fromkeys(("transpose_weight", "norm"), "bool")
+    | {"dtype": "dtype", "scales": "Optional[str]", "accumulate": "str"},
 }
 # Schemas have dtypes as integers.
 _ALL = {"out_dtype": "Optional[dtype]"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -56,8 +57,7 @@ def gemm_args(
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
     Returns the result's shape, m (rows of x), n and k. which: "[i]" for number i of a list of weights.
     """
-    shape = x.shape
-    weight_shape = weight.shape
+    shape, weight_shape = x.shape, weight.shape
     if type(transpose_weight) is not bool:
         raise TypeError(f"{op}: transpose_weight: expected True or False, got {transpose_weight!r}")
     if len(shape) < 2:
@@ -78,12 +78,7 @@ def gemm_args(
     rows = shape[0]
     if rows % world_size:
         fail(op, "x", f"dimension 0 divisible by the {world_size} ranks of the group", f"shape {list(shape)}")
-    if len(shape) == 2:
-        return [rows // world_size, n], rows, n, k
-    m = rows
-    for size in shape[1:-1]:
-        m = m * size
-    return [rows // world_size, *shape[1:-1], n], m, n, k
+    return [rows // world_size, *shape[1:-1], n], math.prod(shape[:-1]), n, k
 
 
 def operands(

@@ -1,7 +1,5 @@
-"""Schedules of calls on several nodes: fused inside each node, exchanged along rails between launches.
-
-No kernel waits for an exchange. On GPUs a transfer starts after the launch before it and runs beside the next
-one, which leaves it SMs; what needs its data is launched behind its end.
+"""Schedules of calls on several nodes: fused inside each node, exchanged along rails between launches. On
+GPUs a transfer runs beside the next launch, which leaves it SMs; no kernel waits for it.
 """
 
 from __future__ import annotations
