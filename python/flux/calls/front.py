@@ -16,6 +16,7 @@ from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import PUBLIC_NAMES, implement
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.repeat import Recipe
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.fp8 import scales as fp8
 from flux.plan.choose import Plan, Planned, require, workspace_plan
@@ -31,7 +32,7 @@ _UNCHECKED = {"scale_x", "quant", "wire", "activation"}
 Sizes = tuple[Any, int, Any, int]
 # Of a workspace, plan and call, whose operands are matrices, the epoch, and how it is repeated. Returns what
 # `Collective.answer` needs; ways that are made of other calls, which ranks compare instead, the answer.
-Way = Callable[[Any, Plan, Any, int, repeat.Recipe], Any]
+Way = Callable[[Any, Plan, Any, int, Recipe], Any]
 MADE_OF_CALLS = ("parts", "composed", "split", "beside")
 
 
@@ -173,11 +174,7 @@ def enter(
 
 
 def below(
-    op: Collective,
-    call: Any,
-    group: ProcessGroup | None,
-    also: Same = NOTHING,
-    within: repeat.Recipe | None = None,
+    op: Collective, call: Any, group: ProcessGroup | None, also: Same = NOTHING, within: Recipe | None = None
 ) -> Any:
     """A call without gradients and dispatcher. also, within: facts and recipe of the operator around."""
     calls = repeat.without_group() if group is None else repeat.of_groups.get(group)
@@ -189,11 +186,7 @@ def below(
 
 
 def run(
-    op: Collective,
-    call: Any,
-    group: ProcessGroup | None,
-    also: Same = NOTHING,
-    within: repeat.Recipe | None = None,
+    op: Collective, call: Any, group: ProcessGroup | None, also: Same = NOTHING, within: Recipe | None = None
 ) -> Any:
     """As below, of a call that C++ does not know."""
     if group is None or group.size() == 1:
@@ -202,22 +195,20 @@ def run(
         matrices = op.matrices(call, sizes)
         if group is not None:
             return op.answer(call, op.alone(matrices))
-        recipe = repeat.Recipe(op.number, given, within)
+        recipe = Recipe(op.number, given, within)
         recipe.out = call.out
         return op.answer(call, op.alone(matrices, recipe))
     return registry.in_turn(group, call.x.device, _among_ranks, op, call, group, also, within)
 
 
-def _among_ranks(
-    op: Collective, call: Any, group: ProcessGroup, also: Same, within: repeat.Recipe | None
-) -> Any:
+def _among_ranks(op: Collective, call: Any, group: ProcessGroup, also: Same, within: Recipe | None) -> Any:
     given = known(call)
     facts = _facts(op, given)
     workspace = registry.find(group, call.x.device)
     plans = {} if workspace is None else workspace.plans
     found: Planned | None = plans.get(facts)
     sizes = op.sizes(call, group.size()) if found is None else found.sizes
-    recipe = repeat.Recipe(op.number, given, within)
+    recipe = Recipe(op.number, given, within)
     call = _writing(op, call, sizes, given)
     recipe.out, recipe.same = call.out, {**op.same(call), **also}
     if workspace is None:
@@ -266,7 +257,7 @@ def _writing(op: Collective, call: Any, sizes: Sizes, given: dict[str, Any]) -> 
 
 def remember(
     kernel: str,
-    recipe: repeat.Recipe | None,
+    recipe: Recipe | None,
     launch: functools.partial[Any],
     workspace: Any = None,
     results: Mapping[str, Tensor] | None = None,

@@ -116,11 +116,7 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe:
     assert levels is not None
     if levels.schedule == "node sums":
         added = [] if residual is None else [residual.reshape(1, -1)]
-
-        def whole(node_sum: Tensor) -> None:
-            front.below(ALL_REDUCE, Call(x.reshape(1, -1), out=node_sum), workspace.node_group)
-
-        two_level.sum_whole(workspace, whole, out.view(1, -1), added)
+        two_level.sum_whole(workspace, ALL_REDUCE, Call(x.reshape(1, -1)), out.view(1, -1), added)
         return
     # Shares have equal sizes and whole vectors.
     count, room = x.numel(), padded(x.numel(), topology)
@@ -138,12 +134,8 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe:
             two_level.add(share, added)
         gather.call(share, workspace.group, total.view(p, -1))
     else:
-
-        def node_share(node_sum: Tensor) -> None:
-            part = reduce_scatter.Call(dealt, node_sum)
-            front.below(reduce_scatter.REDUCE_SCATTER, part, workspace.node_group)
-
-        two_level.sum_whole(workspace, node_share, share, added)
+        part = reduce_scatter.Call(dealt)
+        two_level.sum_whole(workspace, reduce_scatter.REDUCE_SCATTER, part, share, added)
         workspace.inside("the gather of shares")
         gather.call(share, workspace.node_group, total.view(p, -1))
     if count != room:

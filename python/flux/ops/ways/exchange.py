@@ -19,17 +19,13 @@ from flux.ops.norm_and_quant import NONE, End, Made
 from flux.plan.choose import Plan
 from flux.plan.sums import VECTOR
 
+Tensor = torch.Tensor
 # Signal words of a peer: its contribution has arrived; its result has arrived.
 _CONTRIBUTION, _RESULT = 0, 1
 
 
 def sum_over_ranks(
-    workspace: CpuWorkspace,
-    plan: Plan,
-    epoch: int,
-    matrix: torch.Tensor,
-    out: torch.Tensor,
-    addends: Sequence[torch.Tensor] = (),
+    workspace: CpuWorkspace, plan: Plan, epoch: int, matrix: Tensor, out: Tensor, addends: Sequence[Tensor]
 ) -> None:
     """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows), plus addends."""
     exchange = _Exchange(workspace, plan, epoch)
@@ -63,8 +59,8 @@ def sum_over_ranks(
 class Call(NamedTuple):
     """The arguments of flux.all_reduce, what follows the sum in one."""
 
-    x: torch.Tensor
-    residual: torch.Tensor | None = None
+    x: Tensor
+    residual: Tensor | None = None
     end: End = NONE
     out: Any = None  # of ways: a tensor
 
@@ -116,13 +112,13 @@ class _Exchange:
         # The padding of the last vector belongs to no rank.
         return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))
 
-    def contribution(self, owner: int, source: int) -> torch.Tensor:
+    def contribution(self, owner: int, source: int) -> Tensor:
         layout, columns = self._layout, self.columns(owner)
         offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
         slot = self._area(owner, offset, layout.slot_rows, layout.slot_columns)
         return slot[:, : columns.stop - columns.start]
 
-    def results(self, rank: int) -> torch.Tensor:
+    def results(self, rank: int) -> Tensor:
         """The part of a rank's area to which owners write their sums (two-shot)."""
         return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
 
@@ -138,7 +134,7 @@ class _Exchange:
         if source != rank:
             self._workspace.wait(self._plan.op, source, source - (source > rank), word, 0)
 
-    def _area(self, rank: int, offset: int, rows: int, columns: int) -> torch.Tensor:
+    def _area(self, rank: int, offset: int, rows: int, columns: int) -> Tensor:
         dtype = self._plan.result_dtype
         # The layout counts in 2-byte elements.
         start = offset * dtype.itemsize // 2

@@ -188,21 +188,13 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe:
                 two_level.add(share, own)
             gather.call(share, workspace.group, total[:dealt])
         else:
-
-            def node_share(node_sum: Tensor) -> None:
-                front.below(GEMM_RS, part._replace(out=node_sum), workspace.node_group)
-
-            two_level.sum_whole(workspace, node_share, share, own)
+            two_level.sum_whole(workspace, GEMM_RS, part, share, own)
             workspace.inside("the gather of shares")
             gather.call(share, workspace.node_group, total[:dealt])
     if dealt < plan.m:
         rest = slice(dealt, plan.m)
         alone = call.rows(rest)._replace(bias=None, residual=None)
-
-        def whole(node_sum: Tensor) -> None:
-            front.below(GEMM_AR, alone._replace(out=node_sum), workspace.node_group)
-
-        two_level.sum_whole(workspace, whole, total[rest], call.addends(rest))
+        two_level.sum_whole(workspace, GEMM_AR, alone, total[rest], call.addends(rest))
 
 
 GEMM_AR = front.Collective(

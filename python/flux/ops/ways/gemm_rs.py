@@ -43,9 +43,7 @@ def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repe
     return recipe.out
 
 
-def by_torch(
-    workspace: Workspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
-) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, *_: Any) -> None:
     x, weight, bias, transpose_weight, out, scales = call
     if out.numel() == 0:
         return
@@ -86,9 +84,7 @@ def kernel(
         out.copy_(target)
 
 
-def nodes(
-    workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
-) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, *_: Any) -> None:
     on_nodes(workspace, plan, call, () if call.bias is None else (call.bias,))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flux._memory import wide_type
+from flux.calls import front
 from flux.comm.nodes.rail import Transfer, shifts
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import Topology
@@ -128,13 +129,13 @@ def gather(
 
 
 def sum_whole(
-    workspace: NodesWorkspace, make: Callable[[Tensor], object], out: Tensor, addends: Sequence[Tensor] = ()
+    workspace: NodesWorkspace, op: front.Collective, call: Any, out: Tensor, addends: Sequence[Tensor]
 ) -> None:
-    """out [m, n] = the sum over nodes of what make() writes, equal on a node's ranks, plus addends."""
+    """out [m, n] = the sum over nodes of what a node's ranks make by `call`, plus addends."""
     sums = Sums(workspace.topology.nodes, out, addends)
     mine = sums.parts[workspace.node]
     workspace.inside("the sum of the node")
-    make(mine)
+    front.below(op, call._replace(out=mine), workspace.node_group)
     workspace.wait(workspace.rail.gather(mine, sums.parts), "exchange 1 of 1")
     sums.write()
 
