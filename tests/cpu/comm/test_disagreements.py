@@ -53,6 +53,18 @@ def composed(**change: Any) -> Call:
     return gemm_ar(**({"x": ones(512, 1), "weight": ones(6144, 1)} | change))
 
 
+def scaled(op: Callable[..., Any], by_block: bool = False, **change: Any) -> Call:
+    """With fp8 operands, with scales of rows or of blocks."""
+    x, weight = ones(ROWS, 256).to(E4M3), ones(N, 256).to(E4M3)
+    scales = (ones(ROWS, 2), ones(1, 2)) if by_block else (ones(ROWS, 1), ones(N))
+    return lambda: op(x, weight, scale_x=scales[0], scale_w=scales[1], **change)
+
+
+def batch_invariant(call: Call) -> Any:
+    with flux.batch_invariant():
+        return call()
+
+
 def with_gather(**change: Any) -> Call:
     given = {"x": ones(ROWS, K), "weight": ones(N, K), "rows": ones(ROWS, K)} | change
     return lambda: gemm_rs_with_gather(**given)
@@ -79,7 +91,7 @@ def layer1(routing: Any, **change: Any) -> Call:
     return lambda: flux.moe.gemm_gather_rs(routing=routing, **given)
 
 
-half = torch.float16
+half, E4M3 = torch.float16, torch.float8_e4m3fn
 
 
 def disagreements() -> list[tuple[str, Call, Call]]:
@@ -114,6 +126,18 @@ def disagreements() -> list[tuple[str, Call, Call]]:
             (f"{name} all_reduce", good, all_reduce()),
             (f"{name} all_gather", good, all_gather()),
         ]
+    for op in (flux.gemm_rs, flux.ag_gemm, flux.gemm_ar):
+        good = scaled(op)
+        found += [
+            (f"{op.__name__} scaling", good, scaled(op, True)),
+            (f"{op.__name__} scaling, result", good, scaled(op, out_dtype=half)),
+            (f"{op.__name__} scaling, accumulate", good, scaled(op, accumulate="fast")),
+        ]
+    if os.environ["FLUX_FUSED"] == "auto":  # unfused calls are refused in the mode
+        found.append(("gemm_ar batch_invariant", gemm_ar(), partial(batch_invariant, gemm_ar())))
+    of_fp8 = {"x": ones(ROWS, 256).to(E4M3), "weight": ones(4, N, 256).to(E4M3)}
+    of_rows = of_fp8 | {"scale_x": ones(ROWS, 1), "scale_w": ones(4, N)}
+    of_blocks = of_fp8 | {"scale_x": ones(ROWS, 2), "scale_w": ones(4, 1, 2)}
     found += [
         ("gemm_ar residual", gemm_ar(), gemm_ar(residual=residual)),
         ("gemm_ar no residual", gemm_ar(residual=residual), gemm_ar()),
@@ -152,6 +176,7 @@ def disagreements() -> list[tuple[str, Call, Call]]:
         ("reduce_scatter numel", reduce_scatter(), reduce_scatter(ones(2 * ROWS, K))),
         ("reduce_scatter dtype", reduce_scatter(), reduce_scatter(x.to(half))),
         ("reduce_scatter nothing", reduce_scatter(), reduce_scatter(x[:0])),
+        ("reduce_scatter wire", reduce_scatter(), partial(flux.reduce_scatter, x, wire="int8")),
         ("reduce_scatter all_gather", reduce_scatter(), all_gather()),
         ("with_gather n", with_gather(), with_gather(weight=ones(N + 1, K))),
         ("with_gather gemm_ar", with_gather(), gemm_ar()),
@@ -173,6 +198,8 @@ def disagreements() -> list[tuple[str, Call, Call]]:
         ("layer 0 slices", layer0(routing), layer0(slices, weight=ones(2, N, K))),
         ("layer 0 top_k", layer0(routing), layer0(single)),
         ("layer 0 experts", layer0(routing), layer0(eight, weight=ones(8, N, K))),
+        ("layer 0 scaling", layer0(routing, **of_rows), layer0(routing, **of_blocks)),
+        ("layer 0 scaling, result", layer0(routing, **of_rows), layer0(routing, **of_rows, out_dtype=half)),
         ("layer 1 n", layer1(routing), layer1(routing, weight=ones(4, K + 1, N))),
         ("layer 1 slices", layer1(routing), layer1(slices, weight=ones(2, K, N))),
         ("layer 1 top_k", layer1(routing), layer1(single)),
@@ -210,22 +237,28 @@ def disagree(rank: int, p: int) -> list[tuple[str, str]]:
     return told
 
 
-@pytest.mark.parametrize("fused", ["auto", "off"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_whatever_ranks_disagree_about_all_are_told(world_size: int, fused: str) -> None:
-    env = {"FLUX_TIMEOUT_S": "20", "FLUX_FUSED": fused}
-    results = spawn(disagree, world_size, backend="gloo", env=env, timeout_s=400)
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "fused"),
+    [(2, None, "auto"), (4, None, "auto"), (2, None, "off"), (4, None, "off"), (4, 2, "auto")],
+)
+def test_whatever_ranks_disagree_about_all_are_told(
+    world_size: int, ranks_per_node: int | None, fused: str
+) -> None:
+    how: Any = {"env": {"FLUX_TIMEOUT_S": "20", "FLUX_FUSED": fused}, "ranks_per_node": ranks_per_node}
+    results = spawn(disagree, world_size, backend="gloo", timeout_s=400, **how)
     assert len(results[0]) >= 100
     complaints = []
     for told in zip(*results, strict=True):
         what, messages = told[0][0], {message for _, message in told}
-        if fused == "off" and what.startswith("reserve"):
-            continue  # there is no workspace to make larger
+        if (fused == "off" or ranks_per_node) and what.startswith("reserve"):
+            continue  # there is no workspace to make larger, or one of each node, whose ranks alone are told
+        named = next((word for word in ("scaling", "batch_invariant", "wire") if word in what), "")
         # Where operators differ, each rank names its own.
         same = {text.split(": ", 2)[-1] for text in messages}
         form = r"Disagreement: [\w.]+: expected the same call on all ranks of the group, got "
         form += "; ".join(rf"rank {rank}: \w+=.+" for rank in range(world_size))
-        if len(same) > 1 or not all(re.fullmatch(form, text) for text in messages):
+        right = len(same) == 1 and all(f"{named}=" in text for text in messages if named)
+        if not right or not all(re.fullmatch(form, text) for text in messages):
             complaints.append(f"{what}: {sorted(messages)}"[:400])
     assert complaints == []
 

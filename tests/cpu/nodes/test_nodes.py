@@ -1,5 +1,5 @@
 """Groups of several nodes, emulated by processes of this host: exact results, gradients, bytes,
-disagreements. One set of processes for each layout runs all scenarios; each test looks at one answer.
+explanations. One set of processes for each layout runs all scenarios; each test looks at one answer.
 """
 
 from __future__ import annotations
@@ -182,44 +182,6 @@ def test_bytes_that_cross_are_those_of_the_model(layout: str) -> None:
             assert sent == planned > 0, name
             if name.split()[0] in ("gemm_rs", "ag_gemm", "reduce_scatter"):
                 assert sent == scattered, name  # (n - 1) / n of what a node's rank has
-
-
-def disagree(rank: int, world_size: int) -> dict[int, list[str]]:
-    return {odd: _disagree(rank, world_size, odd) for odd in (0, 1, 4)}
-
-
-def _disagree(rank: int, world_size: int, odd: int) -> list[str]:
-    """One rank makes another call than all others, in the middle of calls that agree."""
-    told = []
-    for kind in ("columns", "op", "bias", "dtype"):
-        x, weight = torch.ones(4 * world_size, 8), torch.ones(16, 8)
-        assert (flux.gemm_rs(x, weight) == 8 * world_size).all()
-        bias = torch.ones(16) if kind == "bias" and rank == odd else None
-        if kind == "columns" and rank == odd:
-            weight = torch.ones(24, 8)
-        if kind == "dtype" and rank == odd:
-            x, weight = x.double(), weight.double()
-        gathers = kind == "op" and rank == odd
-        told.append(said(flux.all_gather, x) if gathers else said(flux.gemm_rs, x, weight, bias))
-    assert (flux.gemm_rs(torch.ones(4 * world_size, 8), torch.ones(16, 8)) == 8 * world_size).all()
-    return told
-
-
-def test_ranks_that_disagree_raise_alike_and_go_on() -> None:
-    of_ranks = spawn(disagree, 6, ranks_per_node=2)
-    for odd in of_ranks[0]:
-        _alike([of_rank[odd] for of_rank in of_ranks], odd)
-
-
-def _alike(results: list[list[str]], odd: int) -> None:
-    # A line begins with the operator that the rank itself called.
-    listed = [[line.split(":", 1)[1] for line in told] for told in results]
-    assert all(told == listed[0] for told in listed)
-    for told in results:
-        assert all("expected the same call on all ranks of the group" in line for line in told), told
-        assert f"rank {odd}: op=gemm_rs, m=24, n=24" in told[0]
-        assert f"rank {odd}: op=all_gather" in told[1]
-        assert "bias=given" in told[2] and "torch.float64" in told[3]
 
 
 def compare_contents(rank: int, world_size: int) -> str:

@@ -173,19 +173,6 @@ def test_gemm_ar_runs_in_parts_with_any_number_of_rows() -> None:
         assert not plan_sums.plan_gemm_ar(of_four(1, 2**26, 1024)).by_flux, "no exchange holds a row"
 
 
-def disagreement(rank: int, world_size: int) -> str:
-    x, weight = torch.ones(4, 16), torch.ones(8, 16)
-    with flux.batch_invariant(rank == 0), pytest.raises(ValueError) as info:
-        flux.gemm_ar(x, weight)
-    assert torch.equal(flux.gemm_ar(x, weight), torch.full((4, 8), 16.0 * world_size)), "the group works on"
-    return str(info.value)
-
-
-def test_ranks_must_agree() -> None:
-    for told in spawn(disagreement, 2):
-        assert "same call on all ranks" in told and "batch_invariant=True" in told
-
-
 def unfused(rank: int, world_size: int) -> list[str]:
     told = []
     x, weight = torch.ones(4, 16), torch.ones(8, 16)
