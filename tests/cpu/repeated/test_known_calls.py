@@ -97,11 +97,16 @@ def test_where_tensors_lie_is_looked_at_each_time(op: str, known: Machine) -> No
     CALLS[op](tensor(8, 64), tensor(16, 64))
     shifted = torch.arange(8 * 64 + 1).bfloat16()[1:].view(8, 64)
     across = torch.arange(16 * 64).bfloat16().view(64, 16).t()
-    CALLS[op](shifted, across, out=torch.zeros(ROWS[op] * 16 + 1).bfloat16()[1:].view(-1, 16))
-    x, weight, _, out = known.dispatched[1][1][:4]
-    for given, wanted in ((x, shifted), (weight, across)):
-        assert given.data_ptr() % 16 == 0 and given.is_contiguous() and torch.equal(given, wanted)
-    assert out.data_ptr() % 16 == 0
+    for number in (1, 2):  # as neither is known then
+        out = torch.zeros(ROWS[op] * 16 + 1).bfloat16()[1:].view(-1, 16)
+        CALLS[op](shifted, across, out=out)
+        x, weight, _, written = known.dispatched[number][1][:4]
+        for given, wanted in ((x, shifted), (weight, across)):
+            assert given.data_ptr() % 16 == 0 and given.is_contiguous() and torch.equal(given, wanted)
+        assert written.data_ptr() % 16 == 0
+    for number in (3, 4):  # x alone, whose columns lie next to each other
+        CALLS[op](tensor(64, 8).t(), tensor(16, 64))
+        assert known.dispatched[number][1][0].is_contiguous()
 
 
 def test_a_call_is_made_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,20 +258,6 @@ def test_another_eps_is_another_call(machine: Machine, workspace: CudaWorkspace)
             assert count(machine, call) == expected
 
 
-def test_what_kernels_cannot_take_in_place_goes_through_python(
-    machine: Machine, workspace: CudaWorkspace
-) -> None:
-    weight = tensor(16, 64)
-    flux.gemm_rs(tensor(8, 64), weight)
-    shifted = tensor(8 * 64 + 1)[1:].view(8, 64)
-    for _ in range(2):
-        assert count(machine, lambda: flux.gemm_rs(shifted, weight)) == PYTHON
-    assert machine.dispatched[-1][1][0].data_ptr() % 16 == 0
-    across = tensor(64, 8).t()
-    for _ in range(2):
-        assert count(machine, lambda: flux.gemm_rs(across, weight)) == PYTHON
-
-
 def test_an_output_that_overlaps_is_refused_when_the_call_is_known(
     machine: Machine, workspace: CudaWorkspace
 ) -> None:
