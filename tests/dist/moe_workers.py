@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from dense_calls import wrong_layers
 from dist_workers import differs
 
 import flux
@@ -14,25 +13,11 @@ from flux.moe import reference
 from flux.testing.moe_data import SKEWS, MoeCase, random_case
 
 
-def run(case: MoeCase, rank: int, group: Any = None) -> list[str]:
-    ids, weights = (t.cuda() for t in case.routing(rank))
-    x, w1, w2 = case.x(rank).cuda(), case.w1(rank).cuda(), case.w2(rank).cuda()
-    routing = flux.moe.route(
-        ids, weights, case.num_experts, group=group, ep_size=case.ep_size, max_tokens=case.max_tokens
-    )
-    expected0, expected1 = case.layer0(rank), case.layer1(rank)
-    hidden = case.hidden_rows(rank, routing.rows.shape[0]).cuda()
-    result0 = flux.moe.ag_scatter_gemm(x, w1, routing)[: len(expected0)].cpu()
-    result1 = flux.moe.gemm_gather_rs(hidden, w2, routing).cpu()
-    told = differs(f"layer 0 of {case}", result0, expected0)
-    return told + differs(f"layer 1 of {case}", result1, expected1)
-
-
 def random_cases(rank: int, world_size: int, first: int, count: int) -> list[str]:
     dtypes = (torch.bfloat16, torch.float16)
     wrong = []
     for number in range(first, first + count):
-        wrong += run(random_case(number, world_size, dtypes), rank)
+        wrong += wrong_layers(random_case(number, world_size, dtypes), rank, device="cuda")
     flux.check()
     return wrong
 
@@ -41,7 +26,8 @@ def skews(rank: int, world_size: int) -> list[str]:
     p, wrong = world_size, []
     for number, skew in enumerate(SKEWS):
         for ep_size in [d for d in (1, 2, 4) if p % d == 0]:
-            wrong += run(MoeCase((700,) * p, 264, 72, 16, 4, ep_size, skew=skew, seed=number), rank)
+            case = MoeCase((700,) * p, 264, 72, 16, 4, ep_size, skew=skew, seed=number)
+            wrong += wrong_layers(case, rank, device="cuda")
     return wrong
 
 

@@ -1,5 +1,5 @@
-"""Random valid calls of flux.gemm and the dense collectives, each beside its exact result: in any group, on
-CPUs and GPUs.
+"""Random valid calls of flux.gemm and the dense collectives, and layers of experts, each beside its exact
+result: in any group, on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.ops.norm_and_quant import rms_norm
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.data import EXACT_LIMIT
+from flux.testing.moe_data import MoeCase
 
 Tensor = torch.Tensor
 COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
@@ -48,6 +49,20 @@ def differs(what: object, result: Tensor, expected: Tensor) -> str:
 
 def wrong(found: Found) -> list[str]:
     told = (differs(what, result, expected()) for what, result, expected in found)
+    return [each for each in told if each]
+
+
+def wrong_layers(case: MoeCase, rank: int, group: Any = None, device: str = "cpu") -> list[str]:
+    """What is wrong with the results of both layers of experts."""
+    ids, weights = (tensor.to(device) for tensor in case.routing(rank))
+    sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
+    routing = flux.moe.route(ids, weights, case.num_experts, group=group, **sizes)
+    x, w1, w2 = (make(rank).to(device) for make in (case.x, case.w1, case.w2))
+    hidden = case.hidden_rows(rank, len(routing.rows)).to(device)
+    first, expected = flux.moe.ag_scatter_gemm(x, w1, routing), case.layer0(rank)
+    results = [("0", first[: len(expected)], expected)]
+    results += [("1", flux.moe.gemm_gather_rs(hidden, w2, routing), case.layer1(rank))]
+    told = [differs(f"layer {name} of {case}", got.cpu(), right) for name, got, right in results]
     return [each for each in told if each]
 
 

@@ -5,12 +5,11 @@ skew and uneven tokens. One set of processes per world size runs all cases; each
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from cases import compare, scenario_test
+from cases import scenario_test
+from dense_calls import wrong_layers
 
 import flux
 from flux.testing import spawn
@@ -36,23 +35,8 @@ CASES = {
 }
 
 
-def run(case: MoeCase, rank: int, group: Any = None) -> str:
-    ids, weights = case.routing(rank)
-    routing = flux.moe.route(
-        ids, weights, case.num_experts, group=group, ep_size=case.ep_size, max_tokens=case.max_tokens
-    )
-    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
-    expected0, expected1 = case.layer0(rank), case.layer1(rank)
-    hidden = case.hidden_rows(rank, routing.rows.shape[0])
-    results = [
-        ("ag_scatter_gemm", flux.moe.ag_scatter_gemm(x, w1, routing)[: len(expected0)], expected0),
-        ("gemm_gather_rs", flux.moe.gemm_gather_rs(hidden, w2, routing), expected1),
-    ]
-    return next((f"{what}: {compare(a, b)}" for what, a, b in results if compare(a, b)), "")
-
-
 def exact(rank: int, world_size: int) -> str:
-    return "; ".join(filter(None, (run(case, rank) for case in CASES[world_size])))
+    return "; ".join(each for case in CASES[world_size] for each in wrong_layers(case, rank))
 
 
 def protocol(rank: int, world_size: int) -> str:
@@ -71,20 +55,13 @@ def sub_meshes(rank: int, world_size: int) -> str:
         if rank == 1:
             time.sleep(0.02)
         case = MoeCase((90, 30 + seed), 24, 40, 6, 2, ep_size=1 + mine, seed=seed)
-        wrong = run(case, place, groups[mine])
-        if wrong:
-            return wrong
+        if wrong := wrong_layers(case, place, groups[mine]):
+            return "; ".join(wrong)
     return ""
 
 
 def test_groups_side_by_side() -> None:
     assert spawn(sub_meshes, 4, backend="gloo") == [""] * 4
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_unfused_gives_the_same(world_size: int) -> None:
-    told = spawn(exact, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
-    assert told == [""] * world_size
 
 
 def nothing_to_receive(rank: int, world_size: int) -> list[float]:

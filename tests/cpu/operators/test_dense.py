@@ -29,7 +29,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.ops import gemm, gemm_ar
 from flux.ops.gemm import SERVED_TOKENS
 from flux.plan import sums as plan_sums
-from flux.testing import AgGemmCase, GemmRsCase, spawn, tolerance
+from flux.testing import AgGemmCase, GemmRsCase, tolerance
 
 WORLD_SIZES = [1, 2, 3, 4]
 ONE_SHOT, TWO_SHOT = core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT
@@ -369,18 +369,3 @@ answers = Answers(partial(run_scenarios, SCENARIOS), timeout_s=400)
 def test_between_processes(world_size: int, name: str) -> None:
     told = answers.of(world_size, name)
     assert told == [""] * world_size, "\n".join(told)
-
-
-def unfused(rank: int, p: int) -> None:
-    for name in list(CASES)[::4]:
-        run_case(name, rank, p)
-    for scenario in (strides_and_groups, other_gathers, lists_of_weights):
-        scenario(rank, p)
-    for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce"):
-        plan = flux.explain(op, 8 * p, 8, 8)
-        assert not plan.by_flux and "FLUX_FUSED=off" in plan.reason, plan
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_unfused_gives_the_same(world_size: int) -> None:
-    spawn(unfused, world_size, backend="gloo", env={"FLUX_FUSED": "off"})
