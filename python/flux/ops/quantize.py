@@ -158,7 +158,7 @@ def by_torch(x: Tensor, quant: str, ue8m0: bool, q: Tensor, scales: Tensor, is_s
     wide = x.to(torch.float32)
     if not is_static:
         scales.copy_(scales_of(amax_of(wide, quant), torch.finfo(q.dtype).max, ue8m0))
-    inverse = _spread(1.0 / scales, quant, wide)
+    inverse = spread(1.0 / scales, quant, wide)
     q.copy_(rounded(wide * inverse, q.dtype))
 
 
@@ -193,7 +193,7 @@ def scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
     return torch.where(scales.isfinite(), bits.view(torch.float32), scales)
 
 
-def _spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
+def spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
     """The scales such that they can be multiplied with x."""
     if quant in ("tensor", "row"):
         return scales
@@ -204,7 +204,7 @@ def _spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
 
 
 def dequantized(q: Tensor, scales: Tensor, quant: str) -> Tensor:
-    return q.to(torch.float32) * _spread(scales, quant, q)
+    return q.to(torch.float32) * spread(scales, quant, q)
 
 
 QUANTIZE = front.Collective(

@@ -335,11 +335,9 @@ def _shared(name: str, problem: PlanInput) -> tuple[float, int]:
 
 def _cpu_sum(nbytes: int, ways: list[_Way]) -> str:
     """On CPUs: how a sum of so many bytes is made, if it can be."""
-    wanted = ["node sums", "shards", "composed"]
-    if nbytes >= CPU_NODE_SUM_BYTES:
-        wanted = ["shards", "composed", "node sums"]
-    if nbytes >= CPU_SHARD_BYTES:
-        wanted = ["composed", "shards", "node sums"]
+    small, large = nbytes < CPU_NODE_SUM_BYTES, nbytes >= CPU_SHARD_BYTES
+    shared = ("composed", "shards") if large else ("shards", "composed")
+    wanted = ("node sums", *shared) if small else (*shared, "node sums")
     return min((way.schedule for way in ways), key=wanted.index)
 
 

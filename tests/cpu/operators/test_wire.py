@@ -19,6 +19,7 @@ import flux
 from flux._native import core
 from flux.comm.cuda import CudaWorkspace
 from flux.moe.rows import weighted_sum
+from flux.ops import quantize
 from flux.ops.ways import int8_sum
 from flux.plan.sums import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import spawn
@@ -100,15 +101,15 @@ DEFECTS: dict[str, Callable[..., Any]] = {
 def defects(rank: int, p: int) -> None:
     x = data((3 * p, 300), rank, torch.float32)
     expected = model([part.chunk(p)[rank] for part in every(x)], rank)[0]
-    right = int8_sum.spread
+    right = quantize.spread
     for name, wrong in DEFECTS.items():
         asked: list[int] = []
 
-        def once(scale: Tensor, n: int, asked: list[int] = asked, wrong: Any = wrong) -> Tensor:
-            asked.append(n)  # the first is that of the sender
-            return right(scale, n) if len(asked) == 1 else wrong(scale, n)
+        def once(scale: Tensor, quant: str, x: Tensor, asked: Any = asked, wrong: Any = wrong) -> Tensor:
+            asked.append(x.shape[1])  # the first is that of the sender
+            return right(scale, quant, x) if len(asked) == 1 else wrong(scale, x.shape[1])
 
-        with mock.patch.object(int8_sum, "spread", once):
+        with mock.patch.object(quantize, "spread", once):
             assert not torch.equal(flux.reduce_scatter(x, **INT8), expected), name
         assert len(asked) > 1
     most = int8_sum._MOST

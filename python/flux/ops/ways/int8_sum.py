@@ -74,14 +74,9 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 of rows [rows, n], and scales [rows, n / 128]: max(amax, 1e-10) / 127; rounded to nearest even."""
     wide = x.to(torch.float32)
     scale = quantize.scales_of(quantize.amax_of(wide, "group128"), _MOST, False)
-    values = wide * spread(1.0 / scale, x.shape[1])
+    values = wide * quantize.spread(1.0 / scale, "group128", x)
     # The scale of a group with a NaN is NaN, whatever its numbers are.
     return values.nan_to_num(0.0).round().clamp(-_MOST, _MOST).to(torch.int8), scale
-
-
-def spread(scale: Tensor, n: int) -> Tensor:
-    """Scales [rows, n / 128] for each element [rows, n]."""
-    return scale.repeat_interleave(fp8.BLOCK, 1)[:, :n]
 
 
 def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> None:
@@ -116,7 +111,7 @@ def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
         if source == group.rank() and not _invariance.active():
             total += parts[source]
         else:
-            total += form.rows(packed).to(torch.float32) * spread(form.scales(packed), n)
+            total += quantize.dequantized(form.rows(packed), form.scales(packed), "group128")
     return total
 
 
