@@ -12,7 +12,6 @@ from cases import Calls, asked_of_one_and_of_several, scenario_test
 from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from flux._sharded import local
 from flux.layers import (
@@ -80,12 +79,10 @@ def data(p: int) -> torch.Tensor:
     return torch.randn(ROWS * p, BATCH, HIDDEN, dtype=F64, generator=g)
 
 
-def run(
-    model: nn.Module, x: torch.Tensor, recompute: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Result and gradient of x."""
     x = x.clone().requires_grad_()
-    y = model(x) if recompute is None else checkpoint(model, x, use_reentrant=recompute)
+    y = model(x)
     (y.sin() * torch.arange(1.0, 1 + HIDDEN, dtype=F64)).sum().backward()
     return y.detach(), x.grad
 
@@ -109,29 +106,18 @@ def part(x: torch.Tensor, rank: int, p: int, sequence_parallel: bool) -> torch.T
     return x.chunk(p)[rank] if sequence_parallel else x
 
 
-def check(plain: PlainBlock, block: Block, sequence_parallel: bool, rank: int, p: int, **how: Any) -> None:
-    whole_y, whole_dx = run(plain, data(p))
-    y, dx = run(block, part(data(p), rank, p, sequence_parallel), **how)
-    torch.testing.assert_close(y, part(whole_y, rank, p, sequence_parallel))
-    torch.testing.assert_close(dx, part(whole_dx, rank, p, sequence_parallel))
-    reduce_replicated_grads(block)
-    expected = {name: own(name, q.grad, rank, p) for name, q in plain.named_parameters()}
-    got = {name: local(q.grad) for name, q in block.named_parameters()}
-    assert got.keys() == expected.keys()
-    for name, grad in got.items():
-        torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
 def gradients(rank: int, p: int) -> None:
     for save_gathered in (False, True, "auto"):
         for plain, block, sequence_parallel in models(rank, p, save_gathered=save_gathered):
-            check(plain, block, sequence_parallel, rank, p)
-
-
-def recomputation(rank: int, p: int) -> None:
-    for reentrant in (False, True):
-        for plain, block, sequence_parallel in models(rank, p):
-            check(plain, block, sequence_parallel, rank, p, recompute=reentrant)
+            whole = run(plain, data(p))
+            for got, all_rows in zip(
+                run(block, part(data(p), rank, p, sequence_parallel)), whole, strict=True
+            ):
+                torch.testing.assert_close(got, part(all_rows, rank, p, sequence_parallel))
+            reduce_replicated_grads(block)
+            expected = {name: own(name, q.grad, rank, p) for name, q in plain.named_parameters()}
+            grads = {name: local(q.grad) for name, q in block.named_parameters()}
+            torch.testing.assert_close(grads, expected)
 
 
 @asked_of_one_and_of_several
@@ -319,7 +305,7 @@ def frozen(rank: int, p: int) -> None:
 
 
 SCENARIOS = (
-    *(gradients, recomputation, compiled, what_travels, nothing_is_copied, accumulation, deferred),
+    *(gradients, compiled, what_travels, nothing_is_copied, accumulation, deferred),
     *(main_grad_of_16_bits, changed_in_place, frozen),
 )
 test_layers = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=300)

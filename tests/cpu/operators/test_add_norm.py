@@ -1,15 +1,12 @@
-"""A residual added to a sum, and the norm of both: by torch, and which calls C++ repeats with what."""
+"""A residual added to a sum, and the norm of both, by torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_repeated_fp8 import alone  # noqa: F401  (a fixture)
 
 from flux.ops import add_norm
 from flux.ops.add_norm import add_norm_
-
-pytest_plugins = ("repeated",)  # fixtures
 
 
 def test_without_a_kernel() -> None:

@@ -18,12 +18,6 @@ pytest_plugins = ("repeated",)  # fixtures
 E5M2 = torch.float8_e5m2
 
 
-@pytest.fixture
-def alone(gemms: Any) -> Any:
-    """The known calls of operators without communication."""
-    return gemms
-
-
 def strided(rows: int, columns: int, strides: tuple[int, int]) -> torch.Tensor:
     return torch.ones(1024).as_strided((rows, columns), strides)
 
@@ -91,7 +85,7 @@ def test_wrong_calls_are_refused_when_the_right_one_is_known(
         assert count(machine, lambda: flux.gemm_rs(x, weight, **{**scales, **trained})) == CPP
 
 
-def test_another_quantisation_is_not_taken_for_a_known_one(machine: Machine, alone: Any) -> None:
+def test_another_quantisation_is_not_taken_for_a_known_one(machine: Machine, gemms: Any) -> None:
     x, e4m3 = tensor(8, 256), torch.float8_e4m3fn
     for quant, given in (("row", None), ("tensor", scale(1))):
         flux.quantize(x, quant, scale=given)  # type: ignore[call-overload]
@@ -102,14 +96,14 @@ def test_another_quantisation_is_not_taken_for_a_known_one(machine: Machine, alo
             (x.half(), quant, given, False, e4m3),
             (x, quant + "8", given, False, e4m3),
         ):
-            assert alone.call(quantize.QUANTIZE.number, False, *other, None) is None
-        assert alone.call(quantize.QUANTIZE.number, False, x, quant, given, False, e4m3, None) is not None
+            assert gemms.call(quantize.QUANTIZE.number, False, *other, None) is None
+        assert gemms.call(quantize.QUANTIZE.number, False, x, quant, given, False, e4m3, None) is not None
 
 
-def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, alone: Any) -> None:
+def test_a_strided_x_is_quantised_from_a_copy(machine: Machine, gemms: Any) -> None:
     x = tensor(8, 512)[:, ::2]
     flux.quantize(x, "row")
-    assert len(machine.dispatched) == 1 and len(alone) == 0
+    assert len(machine.dispatched) == 1 and len(gemms) == 0
 
 
 def test_a_launch_that_cannot_quantise_is_not_repeated(
