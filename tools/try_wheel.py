@@ -23,6 +23,7 @@ HELPERS = (
     "tests/helpers/cases.py",
     "tests/helpers/dense_forms.py",
     "tests/helpers/references.py",
+    "tests/stress/dense_calls.py",
 )
 TESTS = (
     "tests/wheel/test_wheel.py",
