@@ -57,16 +57,22 @@ def processes(folder: Path) -> dict[int, str]:
 
 
 def children(pid: int) -> list[int]:
-    """Its processes; those of its first thread, which is all that matters here."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Its processes, whichever of its threads started them."""
+    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [child for child in everyone if _stat(child)[1:2] == [str(pid)]]
 
 
 def state(pid: int) -> str:
     """One letter, as ps shows it: T is stopped. Empty if there is no such process."""
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
+    """Its state, its parent and so on; empty if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 def files(folder: Path, pids: Iterable[int]) -> list[str]:
