@@ -30,9 +30,9 @@ _UNCHECKED = {"scale_x", "quant", "wire", "activation"}
 
 # The shape of the result; m, n and k of the problem. Of several weights, shapes and a tuple of n.
 Sizes = tuple[Any, int, Any, int]
-# Of a workspace, plan and call, whose operands are matrices, the epoch, and how it is repeated. Returns what
+# Of a workspace, plan and call, whose operands are matrices, and how it is repeated. Returns what
 # `Collective.answer` needs; ways that are made of other calls, which ranks compare instead, the answer.
-Way = Callable[[Any, Plan, Any, int, Recipe], Any]
+Way = Callable[[Any, Plan, Any, Recipe], Any]
 MADE_OF_CALLS = ("parts", "composed", "split", "beside")
 
 
@@ -222,10 +222,10 @@ def _among_ranks(op: Collective, call: Any, group: ProcessGroup, also: Same, wit
         plans[facts] = found
     plan = found.plan
     if plan.way in MADE_OF_CALLS:
-        return op.ways[plan.way](workspace, plan, matrices, 0, recipe)
-    with workspace.calling(plan, recipe.same) as epoch:
+        return op.ways[plan.way](workspace, plan, matrices, recipe)
+    with workspace.calling(plan, recipe.same):
         way = op.ways[workspace.carrier if plan.by_flux else "torch"]
-        made = way(workspace, plan, matrices, epoch, recipe)
+        made = way(workspace, plan, matrices, recipe)
     return op.answer(call, made)
 
 

@@ -86,18 +86,18 @@ class CpuWorkspace(Workspace):
         self._words_per_slot = signal_bytes // 4 // (self.world_size - 1)
 
     @contextmanager
-    def calling(self, call: Call, same: Same) -> Iterator[int]:
+    def calling(self, call: Call, same: Same) -> Iterator[None]:
         """Publishes the facts of the call, and waits at its end until all peers have begun it, as `agree`."""
         self.raise_if_failed()
         if self._memory is None:
-            yield 0
+            yield
             return
         facts = call_facts(call, same, self.compares_contents)
         try:
             self._begin(call, facts)
             if not call.by_flux:  # torch's collectives have undefined behaviour if ranks make different calls
                 self.agree(call.op)
-            yield self._next_epoch
+            yield
             self.agree(call.op)
         except ON_ALL_RANKS:
             self._finish()
@@ -146,20 +146,20 @@ class CpuWorkspace(Workspace):
             compare_calls(op, [json.loads(facts) for facts in told])
         self._agreed = True
 
-    def slot(self, rank: int, epoch: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements at byte `offset` of the buffer that call `epoch` uses on `rank`."""
-        start = HEADER_BYTES + self.signal_bytes + (epoch & 1) * self.slot_bytes + offset
+    def slot(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements at byte `offset` of the buffer that this call uses on `rank`."""
+        start = HEADER_BYTES + self.signal_bytes + (self._next_epoch & 1) * self.slot_bytes + offset
         view: torch.Tensor = self._memory.views[rank][start : start + numel * dtype.itemsize].view(dtype)
         return view
 
-    def signal(self, rank: int, slot: int, word: int, epoch: int) -> None:
-        """Signals to `rank` that this rank's data for a piece of the slot is complete."""
-        _native.core.store_release(self._signal(rank, slot, word), epoch)
+    def signal(self, owner: int, word: int) -> None:
+        """Signals to `owner` that a piece of this rank's data is complete there."""
+        _native.core.store_release(self._signal(owner, self.rank, word), self._next_epoch)
 
-    def wait(self, op: str, source: int, slot: int, word: int, tile: int) -> None:
-        """Waits for the signal of `source`, in this call, for a piece of this rank's slot, for `tile`."""
+    def wait(self, op: str, source: int, word: int, tile: int) -> None:
+        """Waits for the signal of `source`, in this call, for a piece of its data here, for `tile`."""
         self.agree(op)
-        self._wait(op, source, self._signal(self.rank, slot, word), tile)
+        self._wait(op, source, self._signal(self.rank, source, word), tile)
 
     def _finish(self) -> None:
         self._epoch = self._next_epoch
@@ -168,8 +168,9 @@ class CpuWorkspace(Workspace):
     def _entry(self, epoch: int) -> int:
         return self._ENTRY_BYTES * (1 + (epoch & 1))
 
-    def _signal(self, rank: int, slot: int, word: int) -> Any:
-        return self._memory.peers[rank] + HEADER_BYTES + 4 * (slot * self._words_per_slot + word)
+    def _signal(self, owner: int, source: int, word: int) -> Any:
+        slot = source - (source > owner)  # an owner has none of its own
+        return self._memory.peers[owner] + HEADER_BYTES + 4 * (slot * self._words_per_slot + word)
 
     def _wait(self, op: str, peer: int, address: int, tile: int | None) -> None:
         epoch = self._next_epoch

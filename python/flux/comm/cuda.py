@@ -20,7 +20,7 @@ from flux.errors import CommTimeoutError
 _cuda: Any = torch.cuda  # parts of it are not typed
 # By device (flux._core.LaunchOrder).
 _orders: dict[int, Any] = {}
-_COMPARED: AbstractContextManager[int] = nullcontext(0)
+_COMPARED: AbstractContextManager[None] = nullcontext()
 # ErrorRecord::code (csrc/runtime/symm_buffer.h).
 _PEER_GAVE_UP, _OVERLAP = 2, 3
 
@@ -131,7 +131,7 @@ class CudaWorkspace(Workspace):
         self._meet(op, {})
         return memory, symm_buffer
 
-    def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
+    def calling(self, call: Call, same: Same) -> AbstractContextManager[None]:
         """Compares calls with FLUX_DEBUG=compare, and where the workspace grows: that synchronises hosts."""
         self.raise_if_failed()
         self._same = same

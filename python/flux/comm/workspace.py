@@ -211,8 +211,8 @@ class Workspace(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Of a call, which ranks may compare. Yields its epoch (CPU; on GPUs the device counts)."""
+    def calling(self, call: Call, same: Same) -> AbstractContextManager[None]:
+        """Of a call, which ranks may compare."""
 
     @contextmanager
     def leaving_free(self, sms: int) -> Iterator[None]:

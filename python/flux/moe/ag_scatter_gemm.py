@@ -85,7 +85,7 @@ def ag_scatter_gemm(
     return enter(_layer, Layer(x, weight, routing, activation), scaling)
 
 
-def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
+def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     routing, layout = call.routing, layout_of(call.routing)
     out = call.x.new_empty(layout.max_rows, call.columns, dtype=plan.result_dtype)
     # Before the launch: copies may run out of memory.
@@ -124,7 +124,7 @@ def _gathered(x: Tensor, limit: int, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
+def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     """Tokens cross first, then the layer runs inside each node."""
     if not two_level.serves(workspace, call.routing.ep_size):
         return in_parts(call)
@@ -138,7 +138,7 @@ def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int,
     return below(_layer, call._replace(x=tokens, routing=of.routing, scales=scales))
 
 
-def _alone(workspace: None, plan: None, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
+def _alone(workspace: None, plan: None, call: Layer, recipe: Recipe) -> Tensor:
     if call.x.is_cuda:
         return in_parts(call)
     return _computed(call, layout_of(call.routing), lambda expert, step: None, {0: _packed(call)})
@@ -155,16 +155,16 @@ def _packed(call: Layer) -> Tensor:
     return call.x if form is None or call.scales is None else form.pack(call.x, call.scales.x)
 
 
-def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
-    arrivals = _Arrivals(workspace, call.routing, epoch, _packed(call))
+def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
+    arrivals = _Arrivals(workspace, call.routing, _packed(call))
     return _computed(call, arrivals.layout, arrivals.wait_for, arrivals.sources)
 
 
 class _Arrivals(Slots):
     """The gather of the CPU path, in the kernel's order; waits for the peers' tokens when they are needed."""
 
-    def __init__(self, workspace: CpuWorkspace, routing: Routing, epoch: int, x: Tensor) -> None:
-        super().__init__(_OP, workspace, routing, epoch, x.shape[1], x.dtype)
+    def __init__(self, workspace: CpuWorkspace, routing: Routing, x: Tensor) -> None:
+        super().__init__(workspace, routing, x.shape[1], x.dtype)
         self._order = _native.core.MoeSendOrder(self.layout)
         self._ends: list[int] = self._order.ends
         self._arrived = 0  # signals of each peer that have arrived
@@ -178,7 +178,7 @@ class _Arrivals(Slots):
             tokens = tokens[(first >= begin) & (first < self._ends[share])]
             if len(tokens):
                 self.of(owner, rank)[routing.sent[to, tokens].long()] = x[tokens]
-            self.signal(owner, self._order.signal(share, part))
+            workspace.signal(owner, self._order.signal(share, part))
         self.sources = {s: x if s == rank else self.of(rank, s) for s in range(p)}
 
     def wait_for(self, expert: int, step: int) -> None:
@@ -189,7 +189,7 @@ class _Arrivals(Slots):
         for signal in range(self._arrived, (share + 1) * self._order.parts):
             for source in range(self.layout.world_size):
                 if source != self.layout.rank:
-                    self.wait(source, signal, signal)
+                    self.workspace.wait(_OP, source, signal, signal)
             self._arrived = signal + 1
 
 

@@ -84,7 +84,7 @@ def gemm_gather_rs(
     return enter(_layer, Layer(x, weight, routing, wire=wire), scaling)
 
 
-def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
+def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     routing, n, dtype = call.routing, call.columns, plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
     operands = (readable(call.x), call.readable_weight())
@@ -129,7 +129,7 @@ def in_parts(
     return total[own].to(dtype, copy=True)
 
 
-def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int, recipe: Recipe) -> Tensor:
+def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     """The layer runs inside each node, then sums of nodes cross to the tokens' owners."""
     if not two_level.serves(workspace, call.routing.ep_size):
         return in_parts(call)
@@ -144,8 +144,8 @@ def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, epoch: int,
 class _Exchange(Slots):
     """The kernel's work on the CPU: computes, sends and sums one chunk of columns after the other."""
 
-    def __init__(self, workspace: CpuWorkspace, plan: MoePlan, call: Layer, epoch: int) -> None:
-        super().__init__(_OP, workspace, call.routing, epoch, plan.n, plan.result_dtype)
+    def __init__(self, workspace: CpuWorkspace, plan: MoePlan, call: Layer) -> None:
+        super().__init__(workspace, call.routing, plan.n, plan.result_dtype)
         self._plan, self._call, self._routing = plan, call, call.routing
         self._weights, self._wide = call.wide_weights(), wide_type(call.weight.dtype)
         self._out = call.x.new_empty(call.routing.num_tokens, plan.n, dtype=plan.result_dtype)
@@ -200,7 +200,7 @@ class _Exchange(Slots):
             tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
             columns, slot = self._columns(chunk), self.of(peer, self.layout.rank)
             slot[rows, columns] = self._partial(peer, tokens, columns).to(slot.dtype)
-        self.signal(peer, chunk * self._blocks + block)
+        self.workspace.signal(peer, chunk * self._blocks + block)
 
     def _sum(self, chunk: int, block: int) -> None:
         """Sums the contributions of all ranks to a block of own tokens, in rank order."""
@@ -218,7 +218,7 @@ class _Exchange(Slots):
             # Always wait for the first block: a call must not end before every peer has begun it.
             blocks = {0} if block == 0 else set()
             for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
-                self.wait(source, chunk * self._blocks + needed, needed)
+                self.workspace.wait(_OP, source, chunk * self._blocks + needed, needed)
             total[there] += self.of(rank, source)[slot_rows[there], columns].to(total.dtype)
         self._out[tokens, columns] = total.to(self._out.dtype)
 
@@ -228,10 +228,10 @@ _layer = Operator(
     repeat.operator(),
     False,
     {
-        "alone": lambda workspace, plan, call, epoch, recipe: in_parts(call, recipe=recipe),
+        "alone": lambda workspace, plan, call, recipe: in_parts(call, recipe=recipe),
         "torch": lambda workspace, plan, call, *_: in_parts(call, (workspace, plan) if call.wire else None),
         "kernel": _by_kernel,
-        "protocol": lambda workspace, plan, call, epoch, _: _Exchange(workspace, plan, call, epoch).run(),
+        "protocol": lambda workspace, plan, call, _: _Exchange(workspace, plan, call).run(),
         "nodes": _on_nodes,
     },
 )

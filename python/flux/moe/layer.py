@@ -57,8 +57,8 @@ class Layer(NamedTuple):
         return grouped_gemm.readable_weight(self.weight, self.activation, self.scales)
 
 
-# Of a workspace, the plan, a call, its epoch on CPUs, and how it is repeated. Alone, a call has no workspace.
-Way = Callable[[Any, Any, Layer, int, repeat.Recipe], Tensor]
+# Of a workspace, the plan, a call, and how it is repeated. Alone, a call has no workspace.
+Way = Callable[[Any, Any, Layer, repeat.Recipe], Tensor]
 
 
 class Operator(NamedTuple):
@@ -166,7 +166,7 @@ def run(op: Operator, call: Layer) -> Tensor:
     if call.scales is not None:
         call = call._replace(scales=call.scales.canonical_experts(*call.weight.shape))
     if group.size() == 1:
-        return op.ways["alone"](None, None, call, 0, recipe)
+        return op.ways["alone"](None, None, call, recipe)
     return registry.in_turn(group, call.x.device, _among_ranks, op, call, group, recipe)
 
 
@@ -177,8 +177,8 @@ def _among_ranks(op: Operator, call: Layer, group: ProcessGroup, recipe: repeat.
     if call.wire is not None:
         plan, way = int8_sum.planned(plan, workspace, call.routing.max_tokens, call.columns), "torch"
     same = {"activation": call.activation, **same_routing(call.routing), **int8_sum.same(call.wire)}
-    with workspace.calling(plan, same) as epoch:
-        return op.ways[way](workspace, plan, call, epoch, recipe)
+    with workspace.calling(plan, same):
+        return op.ways[way](workspace, plan, call, recipe)
 
 
 def plan_of(workspace: Workspace, op: str, call: Layer) -> MoePlan:
@@ -198,26 +198,16 @@ def remember(
 
 
 class Slots:
-    """The slots of ranks on CPUs, [max_tokens, columns] of each source on each owner, and their signals."""
+    """The slots of ranks on CPUs, [max_tokens, columns] of each source on each owner."""
 
-    def __init__(
-        self, op: str, workspace: CpuWorkspace, routing: Routing, epoch: int, columns: int, dtype: torch.dtype
-    ) -> None:
-        self._op, self._workspace, self._epoch, self._dtype = op, workspace, epoch, dtype
-        self.layout = layout_of(routing)
+    def __init__(self, workspace: CpuWorkspace, routing: Routing, columns: int, dtype: torch.dtype) -> None:
+        self.workspace, self._dtype, self.layout = workspace, dtype, layout_of(routing)
         self._shape = self.layout.max_tokens, columns
 
     def of(self, owner: int, source: int) -> Tensor:
         count = self._shape[0] * self._shape[1]
         offset = self.layout.slot_index(source, owner) * count * self._dtype.itemsize
-        return self._workspace.slot(owner, self._epoch, offset, count, self._dtype).view(self._shape)
-
-    def signal(self, owner: int, number: int) -> None:
-        self._workspace.signal(owner, self.layout.slot_index(self.layout.rank, owner), number, self._epoch)
-
-    def wait(self, source: int, number: int, what: int) -> None:
-        slot = self.layout.slot_index(source, self.layout.rank)
-        self._workspace.wait(self._op, source, slot, number, what)
+        return self.workspace.slot(owner, offset, count, self._dtype).view(self._shape)
 
 
 def register(op: Operator) -> None:

@@ -67,7 +67,7 @@ def _planned(workspace: Workspace, m: int, n: int, k: int, transpose_weight: boo
     return found.plan
 
 
-def _both(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Pair:
+def _both(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Pair:
     """Both calls, without a call of another thread in between."""
     x, weight, transpose_weight, rows, (total, gathered) = call
     scattering = scatter.Call(x, weight, None, transpose_weight, total)

@@ -302,6 +302,6 @@ def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch,
     with Made() as made:
         call = gemm_ar_ways.Call(x.as_subclass(OnGpu), weight, bias, False, residual, out=total)
         world: Any = SimpleNamespace(group=dist.group.WORLD)
-        gemm_ar_ways.by_torch(world, plan(), call, 0, repeat.Recipe(0, {}))
+        gemm_ar_ways.by_torch(world, plan(), call, repeat.Recipe(0, {}))
     assert (total == 2 * 32 + 2 + 2).all()
     assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

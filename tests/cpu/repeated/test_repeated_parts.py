@@ -311,7 +311,7 @@ def test_norms_of_kernels_are_of_whole_rows(
     x, weight = torch.arange(7 * 16.0).view(7, 16).bfloat16(), torch.full((16,), 2.0).bfloat16()
     ends = []
 
-    def kernel(at: Any, plan: Any, call: exchange.Call, epoch: int, recipe: Any) -> Made:
+    def kernel(at: Any, plan: Any, call: exchange.Call, recipe: Any) -> Made:
         ends.append(call.end)
         call.out.copy_(call.x)
         return Made(call.x * weight)

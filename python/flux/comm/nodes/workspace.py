@@ -126,11 +126,11 @@ class NodesWorkspace(Workspace):
         self.rail.bytes_sent = 0
 
     @contextmanager
-    def calling(self, call: Call, same: Same) -> Iterator[int]:
+    def calling(self, call: Call, same: Same) -> Iterator[None]:
         """Compares on CPUs every call; on GPUs with FLUX_DEBUG=compare, and where the node's may grow."""
         self.raise_if_failed()
         if self.rail is None:
-            yield 0
+            yield
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -147,7 +147,7 @@ class NodesWorkspace(Workspace):
         with self.naming(call.op):
             if compares:
                 self._compare(call.op, call_facts(call, same, self.compares_contents))
-            yield self._calls
+            yield
 
     def wait(self, transfer: Transfer, where: str) -> None:
         """transfer.wait(), and tells where the call is, should it not end in time."""

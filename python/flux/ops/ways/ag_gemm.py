@@ -171,11 +171,11 @@ def _products(call: Call, by: Callable[..., None]) -> None:
         by(plain.Call(call.x, weight, bias, call.transpose_weight, out, scale))
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     _one_by_one(call, workspace.group, gather.unfused, plain.unfused if call.x.is_cuda else plain.run)
 
 
-def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
     _returned(recipe)
     also = {**recipe.same, "n": float(plan.n)}
     all_gather = functools.partial(gather.call, also=also, within=recipe)
@@ -203,7 +203,7 @@ def _one_by_one(
     return everybody
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     rows = Rows(call.x, call.scales)
 
     def inside(sent: Tensor, outs: Tensors) -> None:
@@ -225,9 +225,7 @@ def scale_target(gathered: Tensors) -> list[Tensor]:
     return [scale if fits and scale.stride() == like.stride() else like]
 
 
-def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
-) -> None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None) -> None:
     """A launch for each weight. recipe: of the call, if it is to be known."""
     x, scales, gathered = call.x, call.scales, call.gathered
     # Allocations may run out of memory, so they come before the call is opened.
@@ -284,10 +282,10 @@ def _remember(
         workspace.remember(recipe, enqueue, numbers, by_copy_engine)
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     """The kernel's work on the CPU, tile by tile."""
     rows = Rows(call.x, call.scales)
-    arrivals = gather.Arrivals(workspace, plan, epoch, rows.sent)
+    arrivals = gather.Arrivals(workspace, plan, rows.sent)
     plans = plan.parts or (plan,) * len(call.weight)
     core, m, p = _native.core, plan.m, plan.world_size
     for own, (weight, bias, out, scale) in zip(plans, call.each(), strict=True):

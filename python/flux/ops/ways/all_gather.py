@@ -74,7 +74,7 @@ def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_
     return carried_by(workspace, plan)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     unfused(call.x, workspace.group, call.out)
 
 
@@ -99,7 +99,7 @@ def chunk_rows(plan: Plan, epoch: int) -> int:
     return plan.chunk_rows if epoch else 0
 
 
-def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     source, target = readable(call.x), writable(call.out)
     with enter(workspace, plan) as (address, epoch):
         options = (address, epoch, chunk_rows(plan, epoch), False)
@@ -110,14 +110,14 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int, recipe:
         call.out.copy_(target)
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
-    arrivals = Arrivals(workspace, plan, epoch, call.x)
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
+    arrivals = Arrivals(workspace, plan, call.x)
     for step in range(plan.world_size):
         source = (workspace.rank + step) % plan.world_size
         arrivals.copy_to(call.out, source)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, whole: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, whole: Call, recipe: repeat.Recipe) -> None:
 
     def inside(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
         call(rows, workspace.node_group, outs[0])
@@ -128,15 +128,15 @@ def nodes(workspace: NodesWorkspace, plan: Plan, whole: Call, epoch: int, recipe
 class Arrivals:
     """One gather of the CPU path: sends this rank's rows block by block, and receives the peers' rows."""
 
-    def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor) -> None:
-        self._workspace, self._plan, self._epoch, self._x = workspace, plan, epoch, x
+    def __init__(self, workspace: CpuWorkspace, plan: Plan, x: torch.Tensor) -> None:
+        self._workspace, self._plan, self._x = workspace, plan, x
         self._layout = _native.core.ag_gemm_layout(plan.m, x.shape[1], plan.world_size)
         rank = workspace.rank
         for block, rows in enumerate(self._blocks()):
             for step in range(1, plan.world_size):
                 owner = (rank + step) % plan.world_size
                 self._slot_rows(owner, rank, rows).copy_(x[rows])
-                workspace.signal(owner, self._layout.slot_index(rank, owner), block, epoch)
+                workspace.signal(owner, block)
 
     def block(self, source: int, block: int) -> torch.Tensor:
         """Waits for block number `block` of one rank's rows, and returns it."""
@@ -144,8 +144,7 @@ class Arrivals:
         rows = slice(first, min(first + BLOCK_M, self._layout.rows))
         if source == rank:
             return self._x[rows]
-        slot = self._layout.slot_index(source, rank)
-        self._workspace.wait(self._plan.op, source, slot, block, block)
+        self._workspace.wait(self._plan.op, source, block, block)
         return self._slot_rows(rank, source, rows)
 
     def copy_to(self, out: torch.Tensor, source: int) -> None:
@@ -162,7 +161,7 @@ class Arrivals:
         # The layout counts in 2-byte elements.
         offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start) * dtype.itemsize // 2
         count = rows.stop - rows.start
-        return self._workspace.slot(owner, self._epoch, offset, count * k, dtype).view(count, k)
+        return self._workspace.slot(owner, offset, count * k, dtype).view(count, k)
 
 
 ALL_GATHER = front.Collective(

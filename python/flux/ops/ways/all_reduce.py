@@ -76,7 +76,7 @@ def _one_shape(call: Call) -> Call:
     )
 
 
-def split(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+def split(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
     x, residual, end, out = _one_shape(call)
     rows, columns = x.shape
     parts, norms = split_rows(rows, columns, x.dtype), []
@@ -93,7 +93,7 @@ def alone(call: Call) -> None:
     call.out.copy_(call.x if call.residual is None else call.x + call.residual)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     x, residual, _, out = call
     if out.numel() == 0:
         return
@@ -110,7 +110,7 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: r
         out.copy_(total)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     """By whole sums of nodes, by shares of them, or scattered and gathered; equal addends come last."""
     (x, residual, _, out), levels, topology = call, plan.levels, workspace.topology
     assert levels is not None

@@ -25,10 +25,10 @@ _CONTRIBUTION, _RESULT = 0, 1
 
 
 def sum_over_ranks(
-    workspace: CpuWorkspace, plan: Plan, epoch: int, matrix: Tensor, out: Tensor, addends: Sequence[Tensor]
+    workspace: CpuWorkspace, plan: Plan, matrix: Tensor, out: Tensor, addends: Sequence[Tensor]
 ) -> None:
     """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows), plus addends."""
-    exchange = _Exchange(workspace, plan, epoch)
+    exchange = _Exchange(workspace, plan)
     rank, p = workspace.rank, workspace.world_size
     for step in range(1, p + 1):  # own matrix last
         owner = (rank + step) % p
@@ -65,14 +65,14 @@ class Call(NamedTuple):
     out: Any = None  # of ways: a tensor
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: Any = None) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: Any = None) -> None:
     """out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual [m, n]."""
     addends = () if call.residual is None else (call.residual,)
-    sum_over_ranks(workspace, plan, epoch, call.x, call.out, addends)
+    sum_over_ranks(workspace, plan, call.x, call.out, addends)
 
 
 def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+    workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None
 ) -> Made | None:
     """The same in one launch. Returns what that makes of the sum besides."""
     x, residual, end, out = call
@@ -95,8 +95,8 @@ def kernel(
 class _Exchange:
     """The exchange areas of one call, and their signals."""
 
-    def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int) -> None:
-        self._workspace, self._plan, self._epoch = workspace, plan, epoch
+    def __init__(self, workspace: CpuWorkspace, plan: Plan) -> None:
+        self._workspace, self._plan = workspace, plan
         mode = _native.core.ExchangeMode(plan.mode)
         self.two_shot = mode == _native.core.ExchangeMode.TWO_SHOT
         self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)
@@ -122,23 +122,20 @@ class _Exchange:
         """The part of a rank's area to which owners write their sums (two-shot)."""
         return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
 
-    # Of signals, an owner has slots for all sources but itself.
     def signal(self, peer: int, word: int) -> None:
         """Signals to `peer` that this rank's data in its area is complete."""
-        rank = self._workspace.rank
-        if peer != rank:
-            self._workspace.signal(peer, rank - (rank > peer), word, self._epoch)
+        if peer != self._workspace.rank:
+            self._workspace.signal(peer, word)
 
     def wait(self, source: int, word: int) -> None:
-        rank = self._workspace.rank
-        if source != rank:
-            self._workspace.wait(self._plan.op, source, source - (source > rank), word, 0)
+        if source != self._workspace.rank:
+            self._workspace.wait(self._plan.op, source, word, 0)
 
     def _area(self, rank: int, offset: int, rows: int, columns: int) -> Tensor:
         dtype = self._plan.result_dtype
         # The layout counts in 2-byte elements.
         start = offset * dtype.itemsize // 2
-        return self._workspace.slot(rank, self._epoch, start, rows * columns, dtype).view(rows, columns)
+        return self._workspace.slot(rank, start, rows * columns, dtype).view(rows, columns)
 
 
 _kernel: Any = torch.ops.flux._all_reduce.default

@@ -77,7 +77,7 @@ def _alone(call: Call) -> None:
         torch.add(product, call.residual, out=call.out)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     x, out, residual = call.x, call.out, call.residual
     if out.numel() == 0:
         return
@@ -97,7 +97,7 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: r
         out.copy_(product)
 
 
-def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
     product, out = torch.empty_like(call.out), recipe.out
     once = call.bias if workspace.group.rank() == 0 else None  # the sum has it once
     plain.run(call.product(product, once), recipe)
@@ -112,7 +112,7 @@ def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repe
     return found
 
 
-def composed(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+def composed(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
     """As gemm_rs and all_gather, of the rows that ranks can share."""
     group, dealt = workspace.group, plan.m - plan.m % workspace.world_size
     whole = recipe if dealt == plan.m and isinstance(workspace, CudaWorkspace) else None
@@ -138,7 +138,7 @@ def composed(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: r
 
 
 def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
+    workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None
 ) -> Made | None:
     """One launch, of 16-bit operands. Returns what that makes of the sum besides."""
     x, weight, bias, _, residual, end, out, _ = call
@@ -161,13 +161,13 @@ def kernel(
     return made
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     partial = torch.empty_like(call.out)
     plain.run(call.product(partial))
-    exchange.sum_over_ranks(workspace, plan, epoch, partial, call.out, call.addends())
+    exchange.sum_over_ranks(workspace, plan, partial, call.out, call.addends())
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     """Ranks share as many whole rows as they can; sums of nodes are exchanged of the others."""
     levels, topology, total = plan.levels, workspace.topology, call.out
     assert levels is not None

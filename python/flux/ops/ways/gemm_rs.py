@@ -28,7 +28,7 @@ from flux.plan.choose import Plan
 Tensor = torch.Tensor
 
 
-def parts(workspace: Workspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> Any:
+def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
     x, bias, out = call.x, call.bias, call.out
     partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
     recipe.returns(recipe.out, "out")
@@ -63,9 +63,7 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, *_: Any) -> None:
         out.copy_(total)
 
 
-def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, epoch: int = 0, recipe: repeat.Recipe | None = None
-) -> None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None) -> None:
     """One launch. recipe: of the call, if it is to be known (flux.comm.repeat)."""
     x, weight, bias, _, out, scales = call
     # Allocations may run out of memory, so they come before the call is opened.
@@ -100,7 +98,7 @@ def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequenc
     two_level.scatter(workspace, plan, x.shape[0], inside, call.out, addends)
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     """The kernel's work on the CPU, tile by tile: remote tiles to their owners' slots, the own shard last."""
     core, (x, weight, bias, _, out, scales) = _native.core, call
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
@@ -114,7 +112,7 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
 
     def slot_tile(owner: int, source: int, m_tile: int, n_tile: int, shape: torch.Size) -> Tensor:
         offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * dtype.itemsize // 2
-        area = workspace.slot(owner, epoch, offset, block_m * block_n, dtype)
+        area = workspace.slot(owner, offset, block_m * block_n, dtype)
         return area.view(block_m, block_n)[: shape[0], : shape[1]]
 
     order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
@@ -128,12 +126,11 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
         # Indices of signal words in a slot: one for each half tile (the rows of one math warpgroup).
         signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
         if owner != rank:
-            slot = layout.slot_index(rank, owner)
             there = slot_tile(owner, rank, m_tile, n_tile, partial.shape)
             for half, signal in enumerate(signals):
                 part = slice(half * block_m // 2, (half + 1) * block_m // 2)
                 there[part] = partial[part]
-                workspace.signal(owner, slot, signal, epoch)
+                workspace.signal(owner, signal)
             continue
         if plan.batch_invariant:  # as the products of peers, which are sent in the result's dtype
             partial = partial.to(dtype).to(wide)
@@ -141,7 +138,7 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, epoch: int, recipe
         for source in range(p):
             if source != rank:
                 for signal in signals:
-                    workspace.wait(plan.op, source, layout.slot_index(source, rank), signal, tile)
+                    workspace.wait(plan.op, source, signal, tile)
             total += partial if source == rank else slot_tile(rank, source, m_tile, n_tile, partial.shape)
         if wide_bias is not None:
             total += wide_bias[columns]

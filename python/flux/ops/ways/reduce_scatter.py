@@ -66,17 +66,17 @@ def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
         out.copy_(total)
 
 
-def run(workspace: Any, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def run(workspace: Any, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     if call.wire is not None:
         int8_sum.sum_into(call.out, call.x, workspace, plan)
     elif not plan.by_flux:
         unfused(call.x, workspace.group, call.out)
     else:
         way = exchange.kernel if isinstance(workspace, CudaWorkspace) else exchange.protocol
-        way(workspace, plan, exchange.Call(call.x, out=call.out), epoch, recipe)
+        way(workspace, plan, exchange.Call(call.x, out=call.out), recipe)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, epoch: int, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     on_nodes(workspace, plan, call)
 
 
