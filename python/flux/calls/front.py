@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux.calls import argument_types, checks, transforms
-from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import PUBLIC_NAMES, implement
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
@@ -93,6 +93,15 @@ class Collective:
         return self.call(**given)
 
 
+def scaling(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
+    """The last arguments of a torch operator (fp8.NAMES): none for a call without fp8 operands."""
+    if scale_x is not None or scale_w is not None:
+        return scale_x, scale_w, fp8.DEFAULT_OUT if out_dtype is None else out_dtype, accumulate
+    if out_dtype is not None and isinstance(x, Tensor) and out_dtype == x.dtype:
+        out_dtype = None
+    return () if out_dtype is None and accumulate == "promoted" else (None, None, out_dtype, accumulate)
+
+
 def known(call: Any) -> dict[str, Any]:
     """All that a call's sizes and plan depend on, by name, in the order that KnownCalls.call gets."""
     found: dict[str, Any] = {"batch_invariant": _invariance.active()}
@@ -123,11 +132,13 @@ def enter(
     group: GroupLike = None,
     complete: Callable[[dict[str, Any], GroupLike], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
+    scaling: Sequence[Any] = (),
 ) -> Any:
     """A call of a public function that C++ does not know. given: by the torch operator's public names, and
     `out`. complete: adds what that needs besides. finish: makes what is returned. Nothing may follow the call
     there or here: an exception behind it would make this rank alone call again.
     """
+    given |= zip(fp8.NAMES, scaling, strict=False)
     inputs: dict[str, Any] = {}
     for name in _INPUTS[op.name]:
         value = given.get(name)
@@ -171,6 +182,46 @@ def enter(
     if not grouped:
         return through(*arguments)
     return dispatch(given["group_name"], given["x"].device, through, *arguments)
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of the tensors needs a gradient: then the call must go through torch's dispatcher."""
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110  (a generator takes more host time than the rest)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us: not while torch traces
+    or transforms, under a dispatch mode or autocast, or for tensors that are not plain and dense.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in (x, *others):
+        if tensor is None:
+            continue
+        if type(tensor) not in repeat.PLAIN_TENSORS or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_nested or tensor.is_neg():
+            return False
+    return (
+        x is not None
+        and x.is_cuda
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
+def dispatch(group_name: str, device: torch.device, op: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a collective through torch's dispatcher; no thread comes between it and autograd's work."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    return registry.in_turn(process_group(group_name), device, op, *arguments, holds=True)
 
 
 def below(

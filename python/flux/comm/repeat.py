@@ -168,6 +168,20 @@ class Recipe:
 
 # Of tensors with which calls are repeated. Torch calls no Python for them.
 plain_types: list[Any] = [torch.Tensor, torch.nn.Parameter]
+PLAIN_TENSORS = frozenset(plain_types)  # before needs_no_python adds to them
+# The __torch_function__ of a class of tensors that torch passes by.
+PASSED_BY: Any = torch._C._disabled_torch_function_impl
+
+
+def needs_no_python(tensor: torch.Tensor) -> bool:
+    """Whether torch calls no Python for operators on tensors of this class: then flux repeats calls."""
+    of = type(tensor)
+    if of in plain_types:
+        return True
+    if of.__torch_function__ is not PASSED_BY or of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    plain_types.append(of)
+    return True
 
 
 @functools.cache

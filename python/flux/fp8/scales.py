@@ -15,7 +15,7 @@ from flux.errors import fail
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
-_DEFAULT_OUT = torch.bfloat16
+DEFAULT_OUT = torch.bfloat16
 # Old words for kinds of scales: of tensors, and of operands.
 OLD_WORDS = {"token": "row", "current": "tensor"}
 BLOCK = 128  # of K, and of the columns of a weight
@@ -176,6 +176,11 @@ class Scales(NamedTuple):
             return column_major(self.x.flatten(0, -2))
         return _fp32(self.x).reshape(-1).contiguous()
 
+    def for_kernel(self, x: Tensor) -> dict[str, Any]:
+        """What a kernel gets besides the operands, from canonical scales."""
+        fast = self.scaling(x.shape[-1]).stays_in_tensor_cores(x.dtype)
+        return {"scale_x": self.x, "scale_w": self.w, "fast": fast}
+
     def canonical_experts(self, experts: int, n: int, k: int) -> Scales:
         """As canonical, of weights [experts, n, k]: w is [experts], [experts, n], or of blocks."""
         w = _fp32(self.w)
@@ -228,20 +233,6 @@ def _check_type(op: str, name: str, scale: Tensor, x: Tensor) -> None:
         fail(op, name, f"device {x.device}, that of x", scale.device)
 
 
-def named(scaling: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of a public function by name. scaling: as `arguments` returns it."""
-    return dict(zip(NAMES, scaling, strict=False))
-
-
-def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
-    """The last arguments of a torch operator, as `given` tells them: none for a call without fp8 operands."""
-    if scale_x is not None or scale_w is not None:
-        return scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate
-    if out_dtype is not None and isinstance(x, Tensor) and out_dtype == x.dtype:
-        out_dtype = None
-    return () if out_dtype is None and accumulate == "promoted" else (None, None, out_dtype, accumulate)
-
-
 def given(
     op: str,
     scale_x: Tensor | None = None,
@@ -264,15 +255,7 @@ def given(
         fail(op, "scale_x", "a tensor, as scale_w is one", None)
     if scale_w is None:
         fail(op, "scale_w" + which, "a tensor, as scale_x is one", None)
-    return Scales(scale_x, scale_w, out_dtype or _DEFAULT_OUT, accumulate)
-
-
-def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
-    """What a kernel gets besides the operands, from canonical scales."""
-    if scales is None:
-        return {}
-    fast = scales.scaling(x.shape[-1]).stays_in_tensor_cores(x.dtype)
-    return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
+    return Scales(scale_x, scale_w, out_dtype or DEFAULT_OUT, accumulate)
 
 
 def by_name(scales: Scales | Sequence[Scales] | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux._memory import padded, readable
+from flux.calls import front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -79,7 +80,7 @@ def ag_scatter_gemm(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert rows.shape == (6 * p, 16)
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if (done := known(_layer.number, x, weight, routing, activation, scaling)) is not None:
         return done
     return enter(_layer, Layer(x, weight, routing, activation), scaling)
@@ -93,7 +94,7 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Rec
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     with workspace.enter(plan) as (symm_buffer, _):
         options = (*sizes, grouped_gemm.NUMBERS[call.activation], out, symm_buffer, -1, 0)
-        scaled = fp8.for_kernel(call.x, call.scales)
+        scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
         enqueue = functools.partial(_kernel, *operands, routing[: len(ARRAYS)], *options, **scaled)
         enqueue()
     read = {"x": operands[0], "weight": operands[1], **scaled}
@@ -109,7 +110,7 @@ def in_parts(call: Layer) -> Tensor:
     how: dict[str, Any] = {"rows": tokens, "activation": call.activation}
     if scales is not None:
         of_rows = _gathered(fp8.of_elements(scales.x, call.x.shape[0]), limit, group)
-        how |= fp8.named(scales._replace(x=of_rows))
+        how |= fp8.by_name(scales._replace(x=of_rows))
     return grouped_gemm.grouped_gemm(_gathered(call.x, limit, group), call.weight, routing.offsets, **how)
 
 

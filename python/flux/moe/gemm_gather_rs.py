@@ -9,6 +9,7 @@ import torch
 
 from flux import _native
 from flux._memory import readable, wide_type
+from flux.calls import front
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -16,7 +17,6 @@ from flux.comm.group import reduce_scatter
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.repeat import Recipe
 from flux.comm.workspace import Workspace
-from flux.fp8 import scales as fp8
 from flux.moe import reference, two_level
 from flux.moe.layer import Layer, Operator, Slots, below, enter, known, register, remember
 from flux.moe.routing import ARRAYS, Routing
@@ -78,7 +78,7 @@ def gemm_gather_rs(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is None and (done := known(_layer.number, x, weight, routing, None, scaling)) is not None:
         return done
     return enter(_layer, Layer(x, weight, routing, wire=wire), scaling)
@@ -93,7 +93,8 @@ def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Rec
     sizes = (routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, plan.tile, plan.columns[0][1], plan.communication_ctas, 0)
-        arrays, scaled = routing[: len(ARRAYS)], fp8.for_kernel(call.x, call.scales)
+        arrays = routing[: len(ARRAYS)]
+        scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
         enqueue = functools.partial(_kernel, *operands, arrays, routing.weights, *sizes, *options, **scaled)
         enqueue()
     read = {"x": operands[0], "weight": operands[1], **scaled}

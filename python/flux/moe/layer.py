@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux.calls import argument_types, checks, transforms
-from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.front import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import implement
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
@@ -88,7 +88,7 @@ def known(
     scaling: tuple[Any, ...],
     below: bool = False,
 ) -> Tensor | None:
-    """The result of a known call, or None. scaling: of fp8.arguments. below: below torch's dispatcher."""
+    """The result of a known call, or None. scaling: of front.scaling. below: below torch's dispatcher."""
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
     calls = repeat.of(routing.group_name)

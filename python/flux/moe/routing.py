@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.calls import argument_types, checks, front
-from flux.calls.dispatch import dispatch, may_skip_dispatch, needs_grad
+from flux.calls.front import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import implement
 from flux.comm import cuda, registry, repeat
 from flux.comm.cuda import CudaWorkspace

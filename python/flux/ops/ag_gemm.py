@@ -9,10 +9,8 @@ import torch
 
 from flux import _invariance
 from flux.calls import checks, front
-from flux.calls.dispatch import needs_grad
 from flux.comm import repeat
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.fp8 import scales as fp8
 from flux.fp8.scales import Accumulate
 from flux.ops.ways import ag_gemm as ways
 from flux.ops.ways.ag_gemm import AG_GEMM, Biases, Tensors
@@ -164,7 +162,7 @@ def ag_gemm(
     count = len(weight) if many else None
     checks.list_like("ag_gemm", "bias", bias, count)
     checks.list_like("ag_gemm", "out", out, count)
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if scaling:
         checks.list_like("ag_gemm", "scale_w", scale_w, count)
         scaling = (scaling[0], scale_w if many or scale_w is None else [scale_w], *scaling[2:])
@@ -179,8 +177,8 @@ def ag_gemm(
         if done is not None:
             return answer(done)
     given = {"x": x, "weight": weights, "bias": biases, "transpose_weight": transpose_weight}
-    given |= {"return_gathered": return_gathered, "out": outs} | fp8.named(scaling)
-    return front.enter(AG_GEMM, given, group, _complete, answer)
+    given |= {"return_gathered": return_gathered, "out": outs}
+    return front.enter(AG_GEMM, given, group, _complete, answer, scaling)
 
 
 def _answer(count: int | None, return_gathered: bool, done: Any) -> Any:
@@ -194,7 +192,7 @@ def _answer(count: int | None, return_gathered: bool, done: Any) -> Any:
 def _complete(given: dict[str, Any], group: GroupLike) -> None:
     """Adds to arguments of checked types what torch's operator needs."""
     x, weights, biases = given["x"], given["weight"], given["bias"]
-    if needs_grad(*biases):  # torch gives no gradients to the tensors of a list that contains None
+    if front.needs_grad(*biases):  # torch gives no gradients to the tensors of a list that contains None
         axis = -1 if given["transpose_weight"] else 0
         given["bias"] = [
             x.new_zeros(weight.shape[axis]) if bias is None else bias

@@ -8,7 +8,6 @@ import torch
 
 from flux import _invariance
 from flux.calls import front
-from flux.calls.dispatch import may_skip_dispatch
 from flux.comm import repeat
 from flux.comm.group import GroupLike, resolve_group
 from flux.ops.ways.all_gather import ALL_GATHER, Call
@@ -45,7 +44,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
 
 def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """all_gather without gradients, for a caller that waits: SMs send larger shards than otherwise."""
-    if torch.compiler.is_compiling() or not may_skip_dispatch(x):
+    if torch.compiler.is_compiling() or not front.may_skip_dispatch(x):
         return all_gather(x, group=group)
     if (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, None, True)

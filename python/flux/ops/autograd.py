@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flux.calls import checks
-from flux.calls.dispatch import PLAIN_TENSORS
 from flux.calls.schemas import library
+from flux.comm.repeat import PLAIN_TENSORS
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm

@@ -74,14 +74,14 @@ def gemm(
         (q, scale_x), (w, scale_w) = flux.quantize(x, "row"), flux.quantize(weight, "row")
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         given = (GEMM.number, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         done = repeat.without_group().call(*given)
         if done is not None:
             return cast(Tensor, done)
     named = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
-    return cast(Tensor, front.enter(GEMM, named | fp8.named(scaling)))
+    return cast(Tensor, front.enter(GEMM, named, scaling=scaling))
 
 
 def reference(
@@ -157,7 +157,7 @@ def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: 
     target = writable(out)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
     num_sms = cuda.num_sms(x.device) - _left_free if _left_free else 0
-    how = {"weight_is_constant": weight_is_constant, **fp8.for_kernel(x, scales)}
+    how = {"weight_is_constant": weight_is_constant, **({} if scales is None else scales.for_kernel(x))}
     enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **how)
     enqueue()
     front.remember("_gemm", recipe, enqueue)

@@ -10,7 +10,6 @@ from flux import _invariance
 from flux.calls import checks, front
 from flux.comm import repeat
 from flux.comm.group import GroupLike, resolve_group
-from flux.fp8 import scales as fp8
 from flux.fp8.scales import Accumulate
 from flux.ops import gemm as plain
 from flux.ops import norm_and_quant
@@ -145,7 +144,7 @@ def gemm_ar(
         normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     quantised = norm_and_quant.arguments("gemm_ar", quant, quant_scale, ue8m0, return_norm)
     if eps is None:
         eps = checks.norm_eps(x)
@@ -155,10 +154,10 @@ def gemm_ar(
         if done is not None:
             return done
     norm_and_quant.check("gemm_ar", norm_weight, out, quantised)
-    given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
-    given |= {"residual": residual, "norm_weight": norm_weight, "eps": eps} | fp8.named(scaling)
-    given |= dict(zip(norm_and_quant.NAMES, quantised, strict=False))
-    return front.enter(GEMM_AR, given, group)
+    given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight}
+    given |= {"out": out, "residual": residual, "norm_weight": norm_weight, "eps": eps}
+    given |= zip(norm_and_quant.NAMES, quantised, strict=False)
+    return front.enter(GEMM_AR, given, group, scaling=scaling)
 
 
 def serving(

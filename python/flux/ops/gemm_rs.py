@@ -72,16 +72,15 @@ def gemm_rs(
         out = flux.gemm_rs(x, weight)
         assert out.shape == (8, 32)  # [M/p, N]
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         if done is not None:
             return cast(torch.Tensor, done)
     given = {"x": x, "weight": weight, "bias": bias, "transpose_weight": transpose_weight, "out": out}
-    given |= fp8.named(scaling)
     if wire is not None:
-        return _over_wire(given, group, wire)
-    return cast(torch.Tensor, front.enter(GEMM_RS, given, group))
+        return _over_wire(given | dict(zip(fp8.NAMES, scaling, strict=False)), group, wire)
+    return cast(torch.Tensor, front.enter(GEMM_RS, given, group, scaling=scaling))
 
 
 def _over_wire(given: dict[str, Any], group: GroupLike, wire: Literal["int8"]) -> torch.Tensor:

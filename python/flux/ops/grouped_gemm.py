@@ -75,14 +75,14 @@ def grouped_gemm(
         out = flux.grouped_gemm(x, weight, offsets, activation="silu")
         assert out.shape == (6, 32)
     """
-    scaling = fp8.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         known = (GROUPED_GEMM.number, _invariance.active(), x, weight, offsets, rows, activation)
         done = repeat.without_group().call(*known, *scaling, None)
         if done is not None:
             return cast(Tensor, done)
     given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows, "activation": activation}
-    return cast(Tensor, front.enter(GROUPED_GEMM, given | fp8.named(scaling)))
+    return cast(Tensor, front.enter(GROUPED_GEMM, given, scaling=scaling))
 
 
 class Grouped(NamedTuple):
@@ -262,7 +262,8 @@ def launch(
     operands = (readable(x), readable_weight(weight, activation, scales), offsets)
     numbers = (None if rows is None else rows.to(torch.int32), NUMBERS[activation])
     options = (out, schedule, config, num_sms)
-    enqueue = functools.partial(_kernel, *operands, *numbers, *options, **fp8.for_kernel(x, scales))
+    scaled = {} if scales is None else scales.for_kernel(x)
+    enqueue = functools.partial(_kernel, *operands, *numbers, *options, **scaled)
     enqueue()
     front.remember("_grouped_gemm", recipe, enqueue)
 

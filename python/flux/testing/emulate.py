@@ -16,7 +16,7 @@ from flux import _native
 from flux.comm import cuda
 from flux.comm.workspace import HEADER_BYTES, MAX_WORLD_SIZE, OP_NAMES, round_up
 from flux.errors import CommTimeoutError
-from flux.fp8.scales import Scales, for_kernel
+from flux.fp8.scales import Scales
 from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import End, Made
 from flux.ops.ways import ag_gemm as ag_gemm_ways
@@ -461,7 +461,7 @@ def _operands(x: torch.Tensor, scales: Sequence[Scales]) -> dict[str, Any]:
 
 
 def _of_rank(xs: Sequence[torch.Tensor], scales: Sequence[Scales], rank: int) -> dict[str, Any]:
-    return for_kernel(xs[rank], scales[rank]) if scales else {}
+    return scales[rank].for_kernel(xs[rank]) if scales else {}
 
 
 def _with_norms(sums: list[torch.Tensor], made: Sequence[Made | None]) -> list[torch.Tensor]:

@@ -320,4 +320,4 @@ def test_plans_for_gpus_have_tiles_for_fp8(op: str, x_dtype: torch.dtype, accumu
     case = ScaledCase(8, 160, 256, 1, "row", x_dtype)
     x, _, scale_x, scale_w, _ = case.inputs(0)
     scales = fp8.Scales(scale_x, scale_w, torch.bfloat16, accumulate).canonical(160, 256)
-    assert fp8.for_kernel(x, scales)["fast"] == (fast and x_dtype == E4M3)
+    assert scales.for_kernel(x)["fast"] == (fast and x_dtype == E4M3)

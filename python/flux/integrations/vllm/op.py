@@ -29,7 +29,7 @@ import torch
 
 import flux
 from flux import _invariance
-from flux.calls.dispatch import PASSED_BY, needs_no_python
+from flux.comm.repeat import PASSED_BY, needs_no_python
 from flux.fp8.scales import Scaling, is_by_block
 from flux.ops import gemm, gemm_ar
 from flux.ops.explain import why_unfused

@@ -242,7 +242,7 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
         for i, (of_weight, tensors) in enumerate(zip(plans, launches, strict=True)):
             # The rows that the first launch gathers are used by the others.
             how = (address, of_weight.choice, plan.num_sms, epoch, chunk_rows, i > 0)
-            scaled = fp8.for_kernel(x, scales[i] if scales else None)
+            scaled = scales[i].for_kernel(x) if scales else {}
             _kernel(*tensors, plan.transpose_weight, *how, **scaled)
         if targets:
             _collect(source, targets[0], address, epoch, *collected)

@@ -74,7 +74,7 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
     with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
         options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
-        scaled = fp8.for_kernel(x, scales)
+        scaled = {} if scales is None else scales.for_kernel(x)
         enqueue = functools.partial(_kernel, *tensors, *options, plan.batch_invariant, **scaled)
         enqueue()
     front.remember("_gemm_rs", recipe, enqueue, workspace, by_copy_engine=staging is not None)
