@@ -68,14 +68,20 @@ def _included(text: str) -> tuple[str, ...]:
     return tuple(match.group(1) for match in _INCLUDE.finditer(text) if match.group(1))
 
 
-def share_changed(then: Code, now: Code) -> float:
-    """The share of the lines of `now` that `then` has nowhere; 0 if lines only moved, between files too."""
+def _lines(code: Code) -> Counter[str]:
+    return Counter(line for lines in code.values() for line in lines if not _OF_FILES.fullmatch(line))
+
+
+def share_changed(then: Code, now: Code, all_then: Code | None = None, all_now: Code | None = None) -> float:
+    """The share of the lines of `now` that `then` has nowhere; 0 if lines only moved, between files too.
+
+    all_then, all_now: of the whole tree, because lines also come from host code.
+    """
     if {path: "".join(lines) for path, lines in then.items()} == {p: "".join(q) for p, q in now.items()}:
         return 0.0
-    before, after = (
-        Counter(line for lines in code.values() for line in lines if not _OF_FILES.fullmatch(line))
-        for code in (then, now)
-    )
+    before, after = _lines(then), _lines(now)
+    left = (_lines(all_then or then) - before) - (_lines(all_now or now) - after)
+    before += left & (after - before)
     return max((after - before).total(), int(before != after)) / max(after.total(), 1)
 
 
@@ -107,6 +113,7 @@ class History:
         self.changed = cache(self._changed)
         self._sources = cache(self._read)
         self._now = cache(lambda sources: device_code(sources, self._in_tree))
+        self._all = cache(lambda csrc: {str(p): code(p.read_text()) for p in csrc.rglob("*.[ch]*")})
 
     def _git(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(["git", "-C", str(self.root), *arguments], capture_output=True, check=False)
@@ -128,8 +135,11 @@ class History:
 
     def _changed(self, op: str, commit: str) -> float:
         """The share of the device code of an operator that is not as at a commit that is there."""
-        sources = SOURCES[op]
-        return share_changed(device_code(sources, self._sources(commit).get), self._now(sources))
+        sources, then = SOURCES[op], self._sources(commit)
+        all_then = {path: code(text) for path, text in then.items()}
+        return share_changed(
+            device_code(sources, then.get), self._now(sources), all_then, self._all(self.root / "csrc")
+        )
 
     def _in_tree(self, path: str) -> str | None:
         file = self.root / "csrc" / path

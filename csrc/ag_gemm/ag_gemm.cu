@@ -1,7 +1,5 @@
-#include "ag_gemm/ag_gemm.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/sm90/launch.cuh"
-#include "runtime/copy_queue.h"
 
 namespace flux::ag_gemm {
 namespace {

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "ag_gemm/ag_gemm.h"
 #include "ag_gemm/gather.cuh"
-#include "runtime/copy_queue.h"
-#include "runtime/launch.h"
 
 namespace flux::ag_gemm {
 namespace {

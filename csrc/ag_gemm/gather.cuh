@@ -4,6 +4,7 @@
 
 #include "ag_gemm/plan.h"
 #include "gemm/policy.h"
+#include "operators.h"
 #include "runtime/device/copy.cuh"
 #include "runtime/device/sync.cuh"
 
@@ -163,5 +164,22 @@ struct ScaledGatherStore : GatherStore {
            place_of_scale(tile.m * gemm::kBlockM, p.scales.step, /*copied=*/p.epoch != 0);
   }
 };
+
+// --- for launches: rows by copy engines ---
+
+// Pushes this rank's rows to its peers by copy engines, after the work on `stream`; a signal follows each chunk.
+// Enqueued before the launch that waits for them: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
+// `apart`: copies do not wait for the signals of earlier ones, so the last is complete sooner, and the first signals
+// arrive later (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines). `scales`: of the rows, if the layout has them.
+void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
+                         const OwnScales& scales = {});
+
+inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, const Transport& transport) {
+  FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);
+  FLUX_CHECK(layout.num_signals() * 4 <= symm.signal_bytes, layout.num_signals(), symm.signal_bytes);
+  FLUX_CHECK(transport.copy_epoch != 0 || layout.num_signals() <= runtime::kMaxPushBlocks,
+             layout.num_signals());
+}
 
 }  // namespace flux::ag_gemm

@@ -3,7 +3,7 @@
 // is signalled when its scales have arrived, too. Shared by kernels, host, CPU path and tests.
 #pragma once
 
-#include "gemm/tile_order.h"
+#include "gemm/plan.h"
 
 namespace flux::ag_gemm {
 
@@ -35,13 +35,6 @@ struct Layout {
 FLUX_HD Layout make_layout(int m, int k, int world_size, int scale_columns = 0) {
   return {m / world_size, scale_columns > 0 ? k : 2 * k, world_size, scale_columns};
 }
-
-// The scales of a rank's own rows: of row i in column j at data[i * step + j * stride].
-struct OwnScales {
-  const float* data;
-  int step;  // 0: all rows have the same
-  int64_t stride;
-};
 
 // The place of a row's scale in its column of a slot. If a rank's rows share a scale (step 0), CTAs send it with each
 // block, to all rows of it, and copy engines only once, before everything else.

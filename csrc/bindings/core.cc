@@ -11,12 +11,8 @@
 #include <tuple>
 
 #include "ag_gemm/plan.h"
-#include "gemm/quantized.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm_rs/plan.h"
-#include "runtime/check.h"
-#include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 
 namespace py = pybind11;

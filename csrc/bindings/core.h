@@ -5,8 +5,7 @@
 
 #include <string>
 
-#include "gemm/tile_config.h"
-#include "runtime/symm_buffer.h"
+#include "gemm/plan.h"
 
 namespace flux::bindings {
 

@@ -9,8 +9,7 @@
 #include <optional>
 #include <type_traits>
 
-#include "gemm/gemm.h"
-#include "runtime/symm_buffer.h"
+#include "operators.h"
 
 // Weak: a CPU-only torch lacks it, and the library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,

@@ -2,12 +2,8 @@
 // arguments: schemas, fakes, CPU implementations and checks are in Python (python/flux/ops).
 #include <torch/csrc/stable/library.h>
 
-#include "ag_gemm/ag_gemm.h"
 #include "bindings/kept_launch.h"
-#include "gemm_ar/gemm_ar.h"
-#include "gemm_rs/gemm_rs.h"
-#include "moe/moe.h"
-#include "runtime/device.h"
+#include "operators.h"
 #include "runtime/launch_table.h"
 
 namespace flux::bindings {

@@ -1,8 +1,6 @@
 
 #include "gemm/finish.cuh"
-#include "gemm/quantize.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
+#include "operators.h"
 
 namespace flux::gemm {
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "gemm/quantize.cuh"
-#include "gemm/tile_config.h"
 #include "runtime/device/exchange.cuh"
 
 namespace flux::gemm {
@@ -287,7 +286,7 @@ struct RowNorm {
     for (int i = thread; i < row_vectors; i += kThreads) row_of(f.out, row)[i] = norm(i);
   }
 
-  // Called once, after all rows: leaves the parts of a scale of the whole tensor (quantized.h).
+  // Called once, after all rows: leaves the parts of a scale of the whole tensor (kMaxParts).
   FLUX_DEVICE void leave_largest(const Shares& shares) {
     if (!f.quantized.needs_all()) return;
     const float all = take_largest();

@@ -1,4 +1,3 @@
-#include "gemm/gemm.h"
 #include "gemm/sm90/launch_swap_ab.cuh"
 
 namespace flux::gemm {

@@ -5,7 +5,7 @@
 //   struct Params, Call      plain data among the kernel's arguments; what a thread reads once a launch (the epoch)
 //   kReduces                 local tiles wait for contributions of peers (fetch, add_arrived)
 //   kGathers                 some rows of x come from peers (push, admit)
-//   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
+//   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (sm90/gemm.cuh)
 //   begin(params) -> Call    called by all threads before the first tile
 //   end(params, call)        called by one thread of the CTA after it has drawn and loaded all its tiles
 //   tile_counter(params)     counter from which clusters draw their next tile, zero at launch; null: fixed stride
@@ -38,7 +38,7 @@
 
 #include <cuda.h>
 
-#include "gemm/tile_order.h"
+#include "gemm/plan.h"
 
 namespace flux::gemm {
 

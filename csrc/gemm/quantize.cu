@@ -1,10 +1,7 @@
 #include <algorithm>
 
 #include "gemm/quantize.cuh"
-#include "gemm/quantize.h"
-#include "gemm/tile_config.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
+#include "operators.h"
 
 namespace flux::gemm {
 namespace {

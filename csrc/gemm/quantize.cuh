@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/elements.cuh"
-#include "gemm/quantized.h"
+#include "gemm/plan.h"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
@@ -43,7 +43,7 @@ FLUX_DEVICE float scale_of(float largest, bool e5m2, bool ue8m0) {
   return ue8m0 && bits < kInfinity ? __uint_as_float((bits + kMantissa) & ~kMantissa) : scale;
 }
 
-// Called by one thread of each CTA of a launch that finds the scale of a whole tensor (quantized.h).
+// Called by one thread of each CTA of a launch that finds the scale of a whole tensor (kMaxParts).
 FLUX_DEVICE void leave_part(const Quantized& to, int cta, float largest) {
   if (cta == 0) to.parts[0] = __int_as_float(gridDim.x);
   to.parts[1 + cta] = largest;

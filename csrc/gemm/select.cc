@@ -1,10 +1,8 @@
-#include "gemm/select.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "gemm/swap_ab.h"
-#include "runtime/check.h"
 
 namespace flux::gemm {
 namespace {

@@ -3,13 +3,13 @@
 // splits K and adds its partial tiles. If rows need two tiles, a pair of CTAs may share the loads of the weight.
 #pragma once
 
-#include "gemm/tile_config.h"
+#include "gemm/plan.h"
 
 namespace flux::gemm {
 
 constexpr int kSwapAbN = 64;
 constexpr int kMaxSplit = 8;  // CTAs that share a tile's K; powers of two
-// First id of the swap-AB tile shapes in a packed choice (select.h).
+// First id of the swap-AB tile shapes in a packed choice (plan.h).
 constexpr int kFirstSwapAb = 64;
 
 struct SwapAbConfig {
@@ -18,7 +18,7 @@ struct SwapAbConfig {
   int k_blocks;  // of a stage
   int stages;
   bool in_pairs;        // whether two CTAs can share the weight; pairs of others were slower for most weights
-  bool is_fp8 = false;  // products of k-blocks are promoted (tile_config.h)
+  bool is_fp8 = false;  // products of k-blocks are promoted (plan.h)
 
   constexpr int block_k() const { return kBlockBytes / (is_fp8 ? 1 : 2); }
 };

@@ -2,7 +2,6 @@
 #include "gemm/sm90/instances.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
-#include "gemm_ar/gemm_ar.h"
 
 namespace flux::gemm_ar {
 namespace {

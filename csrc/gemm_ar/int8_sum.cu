@@ -3,9 +3,7 @@
 // arrives in fp32, in rank order. The data is the signal (runtime/device/exchange.cuh).
 
 #include "gemm_ar/all_reduce.cuh"
-#include "gemm_ar/gemm_ar.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
+#include "operators.h"
 
 namespace flux::gemm_ar {
 

@@ -1,7 +1,5 @@
 #include "gemm/sm90/launch.cuh"
-#include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/store.cuh"
-#include "runtime/copy_queue.h"
 
 namespace flux::gemm_rs {
 

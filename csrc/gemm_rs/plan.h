@@ -3,7 +3,7 @@
 // warpgroup) has its own signal. Shared by kernel, host, CPU path and tests.
 #pragma once
 
-#include "gemm/tile_order.h"
+#include "gemm/plan.h"
 
 namespace flux::gemm_rs {
 

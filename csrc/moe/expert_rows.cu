@@ -4,8 +4,6 @@
 
 #include "moe/activation.cuh"
 #include "moe/moe.h"
-#include "runtime/device.h"
-#include "runtime/launch.h"
 
 namespace flux::moe {
 namespace {

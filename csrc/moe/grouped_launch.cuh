@@ -1,7 +1,7 @@
 // Launches the grouped GEMM kernel for any Rows policy.
 #pragma once
 
-#include "gemm/sm90/kernel_table.h"
+#include "gemm/sm90/launch.cuh"
 #include "moe/moe.h"
 #include "moe/sm90_grouped_gemm.cuh"
 

@@ -2,7 +2,7 @@
 // One scale for all rows, and scales of the weight that do not depend on K, are applied to the sums.
 #pragma once
 
-#include "gemm/sm90/scales.cuh"
+#include "gemm/sm90/mainloop.cuh"
 
 namespace flux::moe {
 

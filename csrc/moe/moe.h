@@ -1,9 +1,8 @@
 // Host functions of the mixture-of-experts kernels: pointers, sizes, a stream. Free of torch.
 #pragma once
 
-#include "gemm/gemm.h"
 #include "moe/routing.h"
-#include "runtime/symm_buffer.h"
+#include "operators.h"
 
 namespace flux::moe {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "gemm/select.h"
+#include "gemm/plan.h"
 
 namespace flux::moe {
 
@@ -289,7 +289,7 @@ inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int exp
 
 // ---- tile shapes: chosen by sizes that are the same on all ranks, which count chunks of columns in tiles ---------
 
-// Ids in tile_config.h of the shapes that are stored in whole 64-column panels; those of fp8 promote.
+// Ids in gemm/plan.h of the shapes that are stored in whole 64-column panels; those of fp8 promote.
 constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 17, 11, 10};
 constexpr bool is_grouped_config(int config) {
   for (const int one : kGroupedConfigs)

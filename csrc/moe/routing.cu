@@ -9,8 +9,6 @@
 #include <iterator>
 
 #include "moe/choices.cuh"
-#include "runtime/device.h"
-#include "runtime/launch.h"
 
 namespace flux::moe {
 namespace {

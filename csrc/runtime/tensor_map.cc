@@ -1,5 +1,3 @@
-#include "runtime/tensor_map.h"
-
 #include "runtime/device.h"
 
 namespace flux::runtime {

@@ -189,6 +189,11 @@ def test_moved_lines_are_no_change(tools: Tools) -> None:
     then = {"a.cuh": ("namespaceflux{", "inta;", "intb;", "}")}
     moved = {"a.cuh": ("namespaceflux{", "inta;", "}"), "b.cuh": ("#pragmaonce", "namespaceb{", "intb;", "}")}
     assert tools.sources.share_changed(then, moved) == 0
+    host = {"c.h": ("intc;",)}
+    joined = {"a.cuh": (*then["a.cuh"], "intc;")}
+    assert tools.sources.share_changed(then, joined) > 0
+    assert tools.sources.share_changed(then, joined, {**then, **host}, joined) == 0
+    assert tools.sources.share_changed(then, joined, {**then, **host}, {**joined, **host}) > 0
     assert tools.sources.share_changed(moved, {"a.cuh": ("inta;",)}) > 0
 
 

@@ -22,9 +22,9 @@
 #pragma once
 
 #include "gemm/finish.cuh"
-#include "gemm/gemm.h"
-#include "gemm/sm90/scales.cuh"
+#include "gemm/sm90/mainloop.cuh"
 #include "gemm/swap_ab.h"
+#include "operators.h"
 
 namespace flux::gemm {
 

@@ -1,7 +1,7 @@
 // Compiles the kernels of a family where `template class KernelTable<Family>` stands (csrc/instances: in parallel).
 #pragma once
 
-#include "gemm/sm90/kernel_table.h"
+#include "gemm/sm90/launch.cuh"
 
 namespace flux::gemm {
 

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "runtime/device/sync.cuh"
-#include "runtime/exchange.h"
 
 namespace flux::exchange {
 

@@ -116,7 +116,7 @@ public(f"moe_gemm_gather_rs({_LAYER}) -> Tensor")
 _FP8 = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-# weight_is_constant, swiglu: as in csrc/gemm/gemm.h.
+# weight_is_constant, swiglu: as in csrc/operators.h.
 define(
     f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_FP8}, "
     "bool weight_is_constant=False, bool swiglu=False) -> ()"
@@ -140,8 +140,8 @@ _QUANTISED = (
     "Tensor(c!)? q=None, Tensor(d!)? q_scale=None, int granularity=-1, bool ue8m0=False, "
     "Tensor? quant_scale=None, Tensor(e!)? parts=None"
 )
-# mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
-# residual_out the sum.
+# mode (csrc/runtime/symm_buffer.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum,
+# and residual_out the sum.
 define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_QUANTISED})"

@@ -112,7 +112,7 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
 # between decoding, for which narrower tiles would use more SMs, and prefill, for which wider ones are faster.
 _TYPICAL_ROWS = 512
 _TYPICAL_RANKS = 2
-_NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/select.h); K is not split
+_NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/plan.h); K is not split
 
 
 def select_tile(op: str, problem: PlanInput) -> Any:

@@ -54,7 +54,7 @@ class Plan:
         config_name: its name.
         cluster: CTAs of a cluster.
         group_m: rows of tiles in a raster group.
-        choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h).
+        choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/plan.h).
         time_us: microseconds that the cost model expects.
         candidates: name and time of each alternative, the fastest first.
         estimates: way, microseconds and source of each way that was measured near this problem.
@@ -66,7 +66,7 @@ class Plan:
         chunk_rows: after how many gathered rows the copy engines signal.
         chunks: in how many parts copy engines send the tiles of one peer.
         scaling: what kind of scales fp8 operands have, or None.
-        mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
+        mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/symm_buffer.h); -1: not by an
             exchange.
         batch_invariant: whether the call had to be batch invariant.
         num_sms: SMs that a launch may use; 0: all.

@@ -18,7 +18,7 @@ from flux._native import core
 TUNING = Path(__file__).parents[3] / "benchmarks/results/tuning"
 CONFIGS = [c.id for c in core.tile_configs()]
 WIDEST = min(CONFIGS, key=lambda c: -core.tile_configs()[c].block_n)
-NO_CLUSTER, CLUSTERS = 1, (1, 2, 3)  # csrc/gemm/tile_order.h: kNone, kPairM, kPairN
+NO_CLUSTER, CLUSTERS = 1, (1, 2, 3)  # csrc/gemm/plan.h: kNone, kPairM, kPairN
 Order = list[list[Any]]
 FIRST_SPLIT = 4  # of clusters: their CTAs share the K of a tile
 

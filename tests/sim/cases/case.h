@@ -9,12 +9,9 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
-#include "gemm/gemm.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
-#include "gemm/tile_config.h"
 #include "machine.h"
-#include "runtime/tensor_map.h"
+#include "operators.h"
 
 namespace cases {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "case.h"
-#include "runtime/copy_queue.h"
+#include "runtime/device.h"
 
 namespace cases {
 namespace {

@@ -7,9 +7,7 @@
 #include <optional>
 
 #include "case.h"
-#include "gemm/gemm.h"
-#include "gemm/quantize.h"
-#include "gemm/tile_config.h"
+#include "operators.h"
 
 namespace cases {
 

@@ -1,7 +1,6 @@
 // The plain GEMM of fp8 operands: ordinary tiles, split K, swap-AB; and that sums are promoted. Quantisation.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
 
 namespace cases {

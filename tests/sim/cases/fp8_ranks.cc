@@ -1,12 +1,10 @@
 // GEMM+ReduceScatter and AllGather+GEMM of fp8 operands on two to eight ranks.
 #include <algorithm>
 
-#include "ag_gemm/ag_gemm.h"
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/select.h"
-#include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
+#include "operators.h"
 #include "ranks.h"
 
 namespace cases {

@@ -1,9 +1,8 @@
 // AllGather alone and in front of a GEMM: rows pushed by CTAs or by copy engines.
 #include <algorithm>
 
-#include "ag_gemm/ag_gemm.h"
 #include "cuda_runtime_api.h"
-#include "gemm/select.h"
+#include "operators.h"
 #include "ranks.h"
 
 namespace cases {

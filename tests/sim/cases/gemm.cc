@@ -1,12 +1,9 @@
 // The plain GEMM through its host function: ordinary tiles, pairs, split K, swap-AB.
-#include "gemm/gemm.h"
-
 #include "case.h"
 #include "cuda_runtime_api.h"
 #include "experts.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
-#include "runtime/tensor_map.h"
+#include "operators.h"
 
 namespace cases {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "cuda_runtime_api.h"
-#include "gemm_ar/gemm_ar.h"
+#include "operators.h"
 #include "ranks.h"
 
 namespace cases {

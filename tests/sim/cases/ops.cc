@@ -2,13 +2,10 @@
 
 #include <algorithm>
 
-#include "ag_gemm/ag_gemm.h"
 #include "cuda_runtime_api.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
-#include "gemm_ar/gemm_ar.h"
-#include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
+#include "operators.h"
 #include "routing.h"
 
 namespace cases {

@@ -7,12 +7,9 @@
 #include "cuda_runtime_api.h"
 #include "fp8.h"
 #include "gemm/finish.cuh"
-#include "gemm/quantize.h"
-#include "gemm/select.h"
 #include "gemm/swap_ab.h"
-#include "gemm_ar/gemm_ar.h"
-#include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
+#include "operators.h"
 
 namespace cases {
 namespace {

@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "case.h"
-#include "runtime/exchange.h"
 #include "runtime/symm_buffer.h"
 
 namespace cases {

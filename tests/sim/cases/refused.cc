@@ -2,14 +2,10 @@
 // that is not possible.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/quantize.h"
 #include "gemm/swap_ab.h"
-#include "gemm_ar/gemm_ar.h"
-#include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
 #include "moe/moe.h"
 #include "ranks.h"
-#include "runtime/check.h"
 
 namespace cases {
 namespace {

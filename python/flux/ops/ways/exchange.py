@@ -1,4 +1,4 @@
-"""Sums of a matrix over ranks (csrc/runtime/exchange.h): the CPU path, and the op without a GEMM."""
+"""Sums of a matrix over ranks (csrc/runtime/symm_buffer.h): the CPU path, and the op without a GEMM."""
 
 from __future__ import annotations
 
