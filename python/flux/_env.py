@@ -143,7 +143,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FLUX_RECORD_SHAPES",
         "",
-        "File to which rank 0 of each group appends the problems that it plans, for flux tune --trace.",
+        "File to which rank 0 of each group appends the problems that it plans, for flux tune --trace. Read "
+        "when a group is first used.",
         "run",
         _file_to_append_to,
     ),

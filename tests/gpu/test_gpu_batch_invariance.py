@@ -9,8 +9,8 @@ import torch
 
 import flux
 from flux._native import core
-from flux.plan.choose import PlanInput
-from flux.plan.gemm import plan_ag_gemm, plan_gemm_rs
+from flux.plan.choose import PlanInput, plan_gemm_rs
+from flux.plan.gather import plan_ag_gemm
 from flux.testing.emulate import EmulatedRanks
 
 POOL = 300  # rows from which batches are drawn

@@ -224,6 +224,7 @@ def add_workspace(group: Any) -> CudaWorkspace:
         timeout_s=30.0,
         why_not=None,
         num_sms=132,
+        transport="stores to peers' symmetric memory",
         tuning=Tuning(forced="kernel"),
         plans={},
         _plans_left_free={},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,8 @@ from flux.errors import fail as fail
 from flux.fp8.scales import FP8, Scales, result_dtype
 
 Tensor = torch.Tensor
+# The shape of the result; m, n and k of the problem. Of several weights, shapes and a tuple of n.
+Sizes = tuple[Any, int, Any, int]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -44,19 +47,35 @@ def no_backward_through_out(op: str, **tensors: Tensor | None) -> None:
     no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
 
 
-def gemm_args(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    world_size: int = 1,
-    which: str = "",
-    scales: Scales | None = None,
-) -> tuple[list[int], int, int, int]:
-    """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
+class Product(NamedTuple):
+    """The arguments of flux.gemm and flux.gemm_rs, the scales in one."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transpose_weight: bool
+    out: Any = None  # of ways: a tensor
+    scales: Scales | None = None
+
+    def matrices(self, sizes: Sizes) -> Product:
+        """A call whose operands are matrices, and scales canonical."""
+        (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, self
+        if scales is None and x.dim() == 2:
+            return self
+        if scales is not None:
+            weight = weight.t() if transpose_weight else weight
+            scales, transpose_weight = scales.canonical(n, k, transpose_weight), False
+        if x.dim() != 2:
+            x = x.reshape(m, k)
+            out = None if out is None else out.view(out.shape[:-1].numel(), n)
+        return Product(x, weight, bias, transpose_weight, out, scales)
+
+
+def gemm_args(op: str, call: Product, p: int = 1, which: str = "") -> Sizes:
+    """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over p ranks.
     Returns the result's shape, m (rows of x), n and k. which: "[i]" for number i of a list of weights.
     """
+    x, weight, bias, transpose_weight, _, scales = call
     shape, weight_shape = x.shape, weight.shape
     if type(transpose_weight) is not bool:
         raise TypeError(f"{op}: transpose_weight: expected True or False, got {transpose_weight!r}")
@@ -76,9 +95,9 @@ def gemm_args(
             fail(op, "bias" + which, f"shape [{n}], one entry for each column", f"shape {list(bias.shape)}")
         like(op, "bias" + which, bias, [n], x, scales)
     rows = shape[0]
-    if rows % world_size:
-        fail(op, "x", f"dimension 0 divisible by the {world_size} ranks of the group", f"shape {list(shape)}")
-    return [rows // world_size, *shape[1:-1], n], math.prod(shape[:-1]), n, k
+    if rows % p:
+        fail(op, "x", f"dimension 0 divisible by the {p} ranks of the group", f"shape {list(shape)}")
+    return [rows // p, *shape[1:-1], n], math.prod(shape[:-1]), n, k
 
 
 def operands(
@@ -116,7 +135,8 @@ def ag_gemm_args(
     for i, weight in enumerate(weights):
         which = f"[{i}]" if count > 1 else ""
         bias, scale = biases[i] if biases else None, scales[i] if scales else None
-        shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, 1, which, scale)
+        call = Product(x, weight, bias, transpose_weight, None, scale)
+        shape, m, n, k = gemm_args(op, call, 1, which)
         shape[0] = shape[0] * world_size
         shapes.append(shape)
         ns.append(n)

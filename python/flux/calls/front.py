@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux.calls import argument_types, checks, transforms
+from flux.calls.checks import Sizes as Sizes
 from flux.calls.schemas import PUBLIC_NAMES, implement
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
@@ -28,8 +29,6 @@ _INPUTS: dict[str, list[str]] = {}
 # Arguments whose types nothing checks behind the dispatcher.
 _UNCHECKED = {"scale_x", "quant", "wire", "activation"}
 
-# The shape of the result; m, n and k of the problem. Of several weights, shapes and a tuple of n.
-Sizes = tuple[Any, int, Any, int]
 # Of a workspace, plan and call, whose operands are matrices, and how it is repeated. Returns what
 # `Collective.answer` needs; ways that are made of other calls, which ranks compare instead, the answer.
 Way = Callable[[Any, Plan, Any, Recipe], Any]
@@ -160,7 +159,7 @@ def enter(
         checks.no_backward_through_out(op.name, **inputs, **written)
     if complete is not None:
         complete(given, group)
-    grouped = "group_name" in _ARGUMENTS[op.name]
+    grouped = op.plan is not None
     if direct and not needs_grad(*inputs.values()):
         to = resolve_group(group, op.name) if grouped else None
         call = op.call_of(given)

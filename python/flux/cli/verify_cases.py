@@ -18,7 +18,7 @@ from flux import machine
 from flux.cli import options, verify_fp8, verify_log, verify_moe
 from flux.cli.verify_log import RUNNING, Outcome
 from flux.ops import gemm as products
-from flux.plan.gemm import COPY_FROM_BYTES, copy_chunk_rows
+from flux.plan.gather import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.compare import compare, first_wrong, successive
 from flux.testing.emulate import EmulatedRanks, why_not

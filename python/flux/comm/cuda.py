@@ -61,6 +61,8 @@ class CudaWorkspace(Workspace):
 
     def __init__(self, met: Met) -> None:
         super().__init__(met)
+        backend = _env.get("FLUX_SYMM_BACKEND")
+        self.transport = f"stores to peers' symmetric memory (torch's {backend} backend)"
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
@@ -81,10 +83,6 @@ class CudaWorkspace(Workspace):
             # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
             self.known = repeat.make(self.turn, self._order, self._error_address, str(met.group.group_name))
-
-    @property
-    def transport(self) -> str:  # type: ignore[override]
-        return f"stores to peers' symmetric memory (torch's {_env.get('FLUX_SYMM_BACKEND')} backend)"
 
     @classmethod
     def handshake(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:

@@ -38,9 +38,11 @@ def in_turn(
     group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
 ) -> T:
     """Runs fn(*arguments), a whole call on a group, in turn. holds: with work that is not flux's."""
-    if group.size() == 1:
-        return fn(*arguments)
-    its_turn = _turns.get((group, device)) or turn(group, device)
+    its_turn = _turns.get((group, device))
+    if its_turn is None:
+        if group.size() == 1:
+            return fn(*arguments)
+        its_turn = turn(group, device)
     run = its_turn.hold if holds else its_turn.call
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         # torch functions without a device argument use the current device.

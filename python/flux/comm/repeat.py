@@ -86,8 +86,11 @@ class Recipe:
 
     def allocates(self, tensor: torch.Tensor) -> int:
         """The operand for a tensor that the call allocates, on the device of its arguments."""
-        usual = torch.empty(tensor.shape, device="meta").stride()
-        strides = None if tensor.stride() == usual else tensor.stride()
+        strides = None
+        # Contiguous tensors may have any stride where their size is 0 or 1.
+        if not tensor.is_contiguous() or min(tensor.shape, default=2) < 2:
+            usual = torch.empty(tensor.shape, device="meta").stride()
+            strides = None if tensor.stride() == usual else tensor.stride()
         self.fresh.append((tuple(tensor.shape), strides, *self._like(tensor), None))
         self._made.append(tensor)
         return -len(self.fresh)
@@ -234,11 +237,11 @@ def without_group() -> Any:
 
 def keep(launch: Launch) -> list[int]:
     """The handles of launches, which are kept instead of enqueued."""
-    _ops.flux._keep()
+    _ops.flux._keep.default()
     try:
         launch()
     finally:
-        handles: list[int] = _ops.flux._kept()
+        handles: list[int] = _ops.flux._kept.default()
     return handles
 
 

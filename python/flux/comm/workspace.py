@@ -128,6 +128,7 @@ class Workspace(ABC):
     tuning = NO_FACTS  # the measurements by which plans choose; equal on all ranks
     known: Any = None  # the calls that C++ makes again (flux._core.KnownCalls), or None
     topology: Topology | None = None  # the nodes of a group that has several
+    recorded_in = ""  # of rank 0: a file for the problems that are planned
     left_free = 0  # SMs that launches leave to others, inside `leaving_free`
 
     @classmethod
@@ -164,6 +165,8 @@ class Workspace(ABC):
         self.group, self.device, op, self._rendezvous, self.turn, facts = met
         self.rank, self.world_size = met.group.rank(), met.group.size()
         self.timeout_s = _env.timeout_s()
+        if self.rank == 0:
+            self.recorded_in = _env.get("FLUX_RECORD_SHAPES")
         self.signal_bytes = self.slot_bytes = self.exchange_bytes = 0
         self.plans: dict[Any, Any] = {}  # of operators, by all that they depend on besides the group
         self._plans_left_free: dict[int, dict[Any, Any]] = {}

@@ -175,7 +175,8 @@ def row_linear(
     how = _how(op, gradient_accumulation_fusion, deferred, [weight], given)
     name = group_name(group, op)
     if not transforms.enabled(x.device):
-        checks.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
+        p = world_size(name, op) if sequence_parallel else 1
+        checks.gemm_args(op, checks.Product(x, weight, bias, False), p)
     check_fp8(op, fp8, x)
     return cast(Tensor, _apply_row(x, weight, bias, (name, sequence_parallel), how, fp8))
 

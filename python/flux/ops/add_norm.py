@@ -11,12 +11,13 @@ from torch.nn.functional import pad
 
 from flux import _native
 from flux.calls import front
+from flux.calls.checks import Product
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.ops.norm_and_quant import row_norm
 from flux.ops.ways import ag_gemm
-from flux.ops.ways.gemm_rs import GEMM_RS, Call
+from flux.ops.ways.gemm_rs import GEMM_RS
 
 Tensor = torch.Tensor
 _OP, _WHOLE = repeat.operator(), repeat.operator()
@@ -86,7 +87,7 @@ def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
     total = x.new_empty(tokens, weight.shape[0])
     names = ("tokens", "x", "weight", "bias", "residual", "norm_weight", "eps", "next_weight", "next_bias")
     recipe = repeat.Recipe(_WHOLE, dict(zip(names, given, strict=True)))
-    front.below(GEMM_RS, Call(x, weight, bias, False, total[:share]), group, within=recipe)
+    front.below(GEMM_RS, Product(x, weight, bias, False, total[:share]), group, within=recipe)
     own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
     gathering = ag_gemm.Call(own, (next_weight,), (next_bias,), False)
     (product,) = front.below(ag_gemm.AG_GEMM, gathering, group, within=recipe)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from flux import _invariance, _native
 from flux._memory import aligned, readable_if_any, writable
 from flux.calls import checks, front
+from flux.calls.checks import Product
 from flux.comm import cuda, repeat
 from flux.fp8 import scales as fp8
 from flux.fp8.products import product, scaled_mm
-from flux.fp8.scales import Scales
 from flux.plan.choose import PlanInput, plan_without_workspace, require
 
 Tensor = torch.Tensor
@@ -88,48 +88,19 @@ def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = False, *scaling: Any
 ) -> Tensor:
     """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once."""
-    call = Call(x, weight, bias, transpose_weight, None, fp8.given("gemm", *scaling))
-    found = sizes("gemm", call, 1)
-    return _by_reference(matrices(call, found)).view(found[0])
+    call = Product(x, weight, bias, transpose_weight, None, fp8.given("gemm", *scaling))
+    found = checks.gemm_args("gemm", call)
+    return _by_reference(call.matrices(found)).view(found[0])
 
 
-class Call(NamedTuple):
-    """The arguments of flux.gemm and flux.gemm_rs, the scales in one."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    transpose_weight: bool
-    out: Any = None  # of ways: a tensor
-    scales: Scales | None = None
-
-
-def sizes(op: str, call: Call, p: int) -> front.Sizes:
-    """Checks a call of an operator that scatters rows over p ranks."""
-    x, weight, bias, transpose_weight, _, scales = call
-    return checks.gemm_args(op, x, weight, bias, transpose_weight, p, scales=scales)
-
-
-def matrices(call: Call, sizes: front.Sizes) -> Call:
-    """A call whose operands are matrices, and scales canonical."""
-    (_, m, n, k), (x, weight, bias, transpose_weight, out, scales) = sizes, call
-    if scales is not None:
-        weight, transpose_weight = weight.t() if transpose_weight else weight, False
-        scales = scales.canonical(n, k, call.transpose_weight)
-    if x.dim() != 2:
-        x = x.reshape(m, k)
-        out = None if out is None else out.view(out.shape[:-1].numel(), n)
-    return Call(x, weight, bias, transpose_weight, out, scales)
-
-
-def _by_reference(call: Call) -> Tensor:
+def _by_reference(call: Product) -> Tensor:
     total = product(call.x, call.weight, call.transpose_weight, call.scales)
     if call.bias is not None:
         total += call.bias.to(total.dtype)
     return total.to(fp8.result_dtype(call.x, call.scales))
 
 
-def run(call: Call, within: repeat.Recipe | None = None) -> None:
+def run(call: Product, within: repeat.Recipe | None = None) -> None:
     """A call of matrices. within: of the call that this one is a part of (flux.comm.repeat)."""
     recipe = None
     if within is not None:
@@ -138,7 +109,7 @@ def run(call: Call, within: repeat.Recipe | None = None) -> None:
     launch(call, recipe)
 
 
-def launch(call: Call, recipe: repeat.Recipe | None = None, weight_is_constant: bool = False) -> None:
+def launch(call: Product, recipe: repeat.Recipe | None = None, weight_is_constant: bool = False) -> None:
     """A call of matrices, in the kernel or with torch. recipe: of the call, if it is to be known."""
     x, weight, bias, transpose_weight, out, scales = call
     if not x.is_cuda:
@@ -171,7 +142,7 @@ def _remember_torchs(recipe: repeat.Recipe, transpose_weight: bool) -> None:
     def again(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         if x.dim() != 2:
             x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-        unfused(Call(x, weight, bias, transpose_weight, out, None))
+        unfused(Product(x, weight, bias, transpose_weight, out))
 
     names = ("bias",) if isinstance(recipe.given[recipe.number("bias")], Tensor) else ()
     operands = [*recipe.numbers("x", "weight"), recipe.returns(recipe.out, "out"), *recipe.numbers(*names)]
@@ -183,11 +154,12 @@ def serving(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Tensor:
     """x · weightᵀ of few rows, in a model that only serves: in a CUDA graph the kernel loads weights early.
     swiglu: the first half of the columns is a gate: returns silu(gate) * others.
     """
-    shape, m, n, k = found = checks.gemm_args("gemm", x, weight, None, False)
+    call = Product(x, weight, None, False)
+    shape, m, n, k = found = checks.gemm_args("gemm", call)
     is_constant = in_graph(x)
     if not swiglu:
         out = x.new_empty(*shape)
-        launch(matrices(Call(x, weight, None, False, out), found), None, is_constant)
+        launch(call._replace(out=out).matrices(found), None, is_constant)
         return out
     fits = x.dtype in (torch.bfloat16, torch.float16) and n % (2 * _ALIGNED) == k % _ALIGNED == 0
     has_kernel = x.is_cuda and fits and not cuda.why_not(x.device)
@@ -227,7 +199,7 @@ def leaving_free(sms: int) -> Iterator[None]:
         calls.paused = bool(kept)
 
 
-def unfused(call: Call) -> None:
+def unfused(call: Product) -> None:
     x, weight, bias, transpose_weight, out, scales = call
     if scales is not None:
         scaled_mm(x, weight, bias, scales, out)
@@ -239,6 +211,8 @@ def unfused(call: Call) -> None:
         torch.addmm(bias, x, w, out=out)
 
 
-GEMM = front.Collective("gemm", Call, functools.partial(sizes, "gemm"), matrices=matrices, alone=launch)
+GEMM = front.Collective(
+    "gemm", Product, functools.partial(checks.gemm_args, "gemm"), matrices=Product.matrices, alone=launch
+)
 front.register(GEMM, "_out", casts=True)
 _kernel: Any = torch.ops.flux._gemm.default

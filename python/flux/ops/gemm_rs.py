@@ -85,7 +85,7 @@ def gemm_rs(
 
 def _over_wire(given: dict[str, Any], group: GroupLike, wire: Literal["int8"]) -> torch.Tensor:
     """flux.gemm, then flux.reduce_scatter. given: arguments of gemm_rs by name."""
-    x, weight, bias, transpose_weight, out = (given[name] for name in plain.Call._fields[:5])
+    x, weight, bias, transpose_weight, out = (given[name] for name in checks.Product._fields[:5])
     if not torch.compiler.is_compiling():  # compiled, flux.gemm and flux.reduce_scatter check
         argument_types.check("gemm_rs", **given, wire=wire)
         call, read = GEMM_RS.call_of(dict(given)), {"x": x, "weight": weight, "bias": bias}

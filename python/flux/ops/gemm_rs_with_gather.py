@@ -10,6 +10,7 @@ import torch
 
 from flux._memory import readable
 from flux.calls import checks, front
+from flux.calls.checks import Product
 from flux.comm import registry, repeat
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group
@@ -46,7 +47,7 @@ class Call(NamedTuple):
 
 
 def _sizes(call: Call, p: int) -> front.Sizes:
-    shape, *sizes = checks.gemm_args("gemm_rs", call.x, call.weight, None, call.transpose_weight, p)
+    shape, *sizes = checks.gemm_args("gemm_rs", Product(*call[:2], None, call.transpose_weight), p)
     m, n, k = sizes
     return (shape, checks.all_gather_args("all_gather", call.rows, p)), m, n, k
 
@@ -70,7 +71,7 @@ def _planned(workspace: Workspace, m: int, n: int, k: int, transpose_weight: boo
 def _both(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Pair:
     """Both calls, without a call of another thread in between."""
     x, weight, transpose_weight, rows, (total, gathered) = call
-    scattering = scatter.Call(x, weight, None, transpose_weight, total)
+    scattering = Product(x, weight, None, transpose_weight, total)
     if plan.parts and plan.parts[1].copied_now():
         assert isinstance(workspace, CudaWorkspace)
         x, total = x.reshape(plan.m, plan.k), total.view(-1, plan.n)
@@ -84,11 +85,11 @@ def _both(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -
 
 def _alone(call: Call) -> None:
     x, weight, transpose_weight, rows, (total, gathered) = call
-    plain.run(plain.Call(x.flatten(0, -2), weight, None, transpose_weight, total.flatten(0, -2)))
+    plain.run(Product(x.flatten(0, -2), weight, None, transpose_weight, total.flatten(0, -2)))
     gathered.copy_(rows)
 
 
-def _beside(workspace: CudaWorkspace, plan: Plan, call: scatter.Call, rows: Tensor, gathered: Tensor) -> None:
+def _beside(workspace: CudaWorkspace, plan: Plan, call: Product, rows: Tensor, gathered: Tensor) -> None:
     scattering, gathering = plan.parts
     rows = readable(rows.reshape(-1, gathering.k))
     with gather.enter(workspace, gathering) as (address, epoch):

@@ -16,8 +16,8 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.registry import check_all as check_all
 from flux.comm.workspace import expecting_graphs, round_up
 from flux.ops.explain import current_device
-from flux.plan.choose import PlanInput, why_not_fused
-from flux.plan.gemm import COPY_FROM_BYTES, ag_gemm_room, gemm_rs_room
+from flux.plan.choose import PlanInput, gemm_rs_room, why_not_fused
+from flux.plan.gather import COPY_FROM_BYTES, ag_gemm_room
 from flux.plan.sums import COMPOSED_FROM_BYTES, exchange_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed

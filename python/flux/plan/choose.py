@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from flux import _env, _invariance, _native
+from flux import _invariance, _native
 from flux.comm import cuda
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs
+from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs, round_up
 from flux.fp8.products import why_not_torchs
 from flux.fp8.scales import BLOCK, Scaling
 from flux.measured import files
@@ -137,9 +137,37 @@ def require(plan: Plan) -> None:
         )
 
 
-# By operator, and by operator and way for those that a measurement may prefer; the modules of the planners
-# enter them.
-PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
+def plan_gemm(problem: PlanInput) -> Plan:
+    if (why_not := why_not_fused("gemm", problem)) is not None:
+        return problem.plan("gemm", False, why_not)
+    return problem.plan("gemm", True, **chosen(select_tile("gemm", problem), problem.why_fused))
+
+
+def plan_gemm_rs(problem: PlanInput) -> Plan:
+    if (why_not := why_not_fused("gemm_rs", problem)) is not None:
+        return problem.unfused("gemm_rs", why_not)
+    m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
+    choice = select_tile("gemm_rs", problem)
+    signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
+    facts = {**chosen(choice, problem.why_fused), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
+    operand_bytes = 2 if problem.scaling is None else 1
+    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p, operand_bytes) if problem.on_gpu else 0
+    if chunks:
+        transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {problem.transport}"
+        facts |= {"transport": transport, "copied": True, "chunks": chunks}
+    return problem.plan("gemm_rs", True, **facts)
+
+
+def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The signal_bytes and slot_bytes that one problem needs."""
+    layout = _native.core.gemm_rs_layout(m, n, world_size, config)
+    # The layout counts in 2-byte elements.
+    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
+
+
+# By operator, and by operator and way for those that a measurement may prefer; the modules of other planners
+# enter theirs.
+PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {"gemm": plan_gemm, "gemm_rs": plan_gemm_rs}
 WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
 # By operator, of groups with several nodes.
 NODES_PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
@@ -162,8 +190,8 @@ def workspace_plan(
     if found is None:
         problem = problem_of(workspace, *sizes)
         found = workspace.plans[key] = Planned(carried_by(workspace, planned(op, problem)))
-        if workspace.rank == 0:
-            _record(op, problem)
+        if workspace.recorded_in:
+            _record(workspace.recorded_in, op, problem)
     return found.plan
 
 
@@ -266,15 +294,13 @@ def in_parts(op: str, problem: PlanInput, reason: str) -> Plan:
     return problem.plan(op, True, reason, way="parts", transport=f"those of {_PARTS[op]}")
 
 
-def _record(op: str, problem: PlanInput) -> None:
+def _record(path: str, op: str, problem: PlanInput) -> None:
     """Appends a problem to the file of FLUX_RECORD_SHAPES."""
-    path = _env.get("FLUX_RECORD_SHAPES")
-    if path:
-        names = ("m", "n", "k", "world_size", "transpose_weight")
-        told = {"op": op, "dtype": str(problem.dtype).removeprefix("torch.")}
-        told |= {name: getattr(problem, name) for name in names}
-        with open(path, "a") as file:
-            file.write(json.dumps(told) + "\n")
+    names = ("m", "n", "k", "world_size", "transpose_weight")
+    told = {"op": op, "dtype": str(problem.dtype).removeprefix("torch.")}
+    told |= {name: getattr(problem, name) for name in names}
+    with open(path, "a") as file:
+        file.write(json.dumps(told) + "\n")
 
 
 def problem_of(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flux import _native
+from flux.calls import checks
 from flux.comm import cuda
 from flux.comm.workspace import HEADER_BYTES, MAX_WORLD_SIZE, OP_NAMES, round_up
 from flux.errors import CommTimeoutError
@@ -273,8 +274,8 @@ class EmulatedRanks:
                 once = bias if rank == 0 else None
                 of_rank = scales[rank] if scales else None
                 operands = (xs[rank], weights[rank], once, transpose_weight, products[rank], of_rank)
-                call = plain.Call(*operands)
-                plain.run(plain.matrices(call, plain.sizes("gemm", call, 1)))
+                call = checks.Product(*operands)
+                plain.run(call.matrices(checks.gemm_args("gemm", call)))
 
             return self._sum(products, m, mode, join, absent, residual, end, multiply)
         self._stored.reserve_exchange(self._exchange(m, n, mode).bytes)

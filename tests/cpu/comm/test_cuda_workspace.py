@@ -12,6 +12,7 @@ import torch
 
 import flux
 from flux._native import core
+from flux.calls.checks import Product
 from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Met, expecting_graphs
@@ -19,8 +20,8 @@ from flux.measured.times import Fact, Tuning
 from flux.ops import gemm_rs_with_gather as beside
 from flux.ops import workspaces
 from flux.ops.ways import ag_gemm, all_gather, gemm_rs
-from flux.plan.choose import Plan, PlanInput, workspace_plan
-from flux.plan.gemm import plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.plan.choose import Plan, PlanInput, plan_gemm_rs, workspace_plan
+from flux.plan.gather import plan_ag_gemm, plan_all_gather
 
 
 class Echo:
@@ -299,7 +300,7 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
     for number in (1, 2):
         out = torch.empty(128, 64, dtype=torch.bfloat16)
         gathered = torch.empty(2048, 4096, dtype=torch.bfloat16)
-        beside._beside(workspace, plan, gemm_rs.Call(x, weight, None, False, out), rows, gathered)
+        beside._beside(workspace, plan, Product(x, weight, None, False, out), rows, gathered)
         names = [name for name, _ in launched[-3:]]
         begin, kernel, finish = (args for _, args in launched[-3:])
         assert names == ["_begin", "_kernel", "_finish"]

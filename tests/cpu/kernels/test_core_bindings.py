@@ -17,7 +17,7 @@ import torch
 from flux._native import core
 from flux.moe import reference
 from flux.plan.choose import PlanInput
-from flux.plan.gemm import plan_ag_gemm
+from flux.plan.gather import plan_ag_gemm
 
 FUZZER = Path(__file__).parent / "fuzz_core.py"
 CALLS = 8000

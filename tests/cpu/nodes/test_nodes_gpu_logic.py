@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux._native import core
+from flux.calls import checks
 from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import NcclRail, NcclTransfer, Rail, shifts
 from flux.comm.nodes.watch import Watch
@@ -249,7 +250,7 @@ def test_a_plain_gemm_of_a_node_of_one_rank_leaves_sms_free(monkeypatch: pytest.
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(gemm, "plan_without_workspace", lambda *_: plan)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    call = gemm.Call(x, x, None, False, torch.empty_like(x))
+    call = checks.Product(x, x, None, False, torch.empty_like(x))
     gemm.launch(call)
     with gemm.leaving_free(4):
         gemm.launch(call)

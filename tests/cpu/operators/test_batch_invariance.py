@@ -15,8 +15,8 @@ import flux
 from flux import _invariance
 from flux._native import core
 from flux.plan import sums as plan_sums
-from flux.plan.choose import PlanInput
-from flux.plan.gemm import plan_ag_gemm, plan_gemm, plan_gemm_rs
+from flux.plan.choose import PlanInput, plan_gemm, plan_gemm_rs
+from flux.plan.gather import plan_ag_gemm
 from flux.testing import spawn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

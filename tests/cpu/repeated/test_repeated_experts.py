@@ -17,7 +17,7 @@ from flux.measured.times import NO_FACTS, Tuning
 from flux.moe import reference, routing
 from flux.ops import grouped_gemm
 from flux.ops.ways.all_gather import AWAITED_BY_SMS_BYTES, gather_plan
-from flux.plan.gemm import COPY_FROM_BYTES
+from flux.plan.gather import COPY_FROM_BYTES
 from flux.plan.moe import BLOCK_M
 
 pytest_plugins = ("repeated",)  # fixtures

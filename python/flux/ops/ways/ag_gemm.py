@@ -26,7 +26,7 @@ from flux.ops import gemm as plain
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import two_level
 from flux.plan.choose import Plan, carried_by, problem_of, workspace_plan
-from flux.plan.gemm import plan_ag_gemm
+from flux.plan.gather import plan_ag_gemm
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -168,7 +168,7 @@ def alone(call: Call) -> None:
 
 def _products(call: Call, by: Callable[..., None]) -> None:
     for weight, bias, out, scale in call.each():
-        by(plain.Call(call.x, weight, bias, call.transpose_weight, out, scale))
+        by(checks.Product(call.x, weight, bias, call.transpose_weight, out, scale))
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flux._memory import aligned, readable_if_any, writable
 from flux.calls import checks, front
+from flux.calls.checks import Product
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -47,8 +48,8 @@ class Call(NamedTuple):
         scales = self.scales and self.scales.of_rows(len(self.x), lambda scale: scale[some])
         return self._replace(x=self.x[some], residual=residual, end=NONE, out=self.out[some], scales=scales)
 
-    def product(self, out: Tensor | None, bias: Tensor | None = None) -> plain.Call:
-        return plain.Call(self.x, self.weight, bias, self.transpose_weight, out, self.scales)
+    def product(self, out: Tensor | None, bias: Tensor | None = None) -> Product:
+        return Product(self.x, self.weight, bias, self.transpose_weight, out, self.scales)
 
     def addends(self, rows: slice = slice(None)) -> list[Tensor]:
         """What is added to rows of the sum over ranks, in this order: [n] and [rows, n]."""
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 
 
 def _sizes(call: Call, p: int) -> front.Sizes:
-    found = plain.sizes("gemm_ar", call.product(None, call.bias), 1)
+    found = checks.gemm_args("gemm_ar", call.product(None, call.bias))
     if call.residual is not None:
         checks.like("gemm_ar", "residual", call.residual, found[0], call.x, call.scales)
     call.end.check("gemm_ar", found[2], call.x, call.scales)
@@ -65,7 +66,7 @@ def _sizes(call: Call, p: int) -> front.Sizes:
 
 
 def _matrices(call: Call, sizes: front.Sizes) -> Call:
-    x, weight, bias, transpose_weight, out, scales = plain.matrices(call.product(call.out, call.bias), sizes)
+    x, weight, bias, transpose_weight, out, scales = call.product(call.out, call.bias).matrices(sizes)
     residual = None if call.residual is None else call.residual.reshape(out.shape)
     return Call(x, weight, bias, transpose_weight, residual, call.end, out, scales)
 

@@ -10,7 +10,8 @@ import torch
 
 from flux import _native
 from flux._memory import aligned, readable_if_any, wide_type, writable
-from flux.calls import front
+from flux.calls import checks, front
+from flux.calls.checks import Product
 from flux.comm import group as groups
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
@@ -20,7 +21,6 @@ from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.products import WideWeight, product
 from flux.ops import gemm as plain
-from flux.ops.gemm import Call as Call
 from flux.ops.ways import reduce_scatter, two_level
 from flux.ops.ways.reduce_scatter import REDUCE_SCATTER
 from flux.plan.choose import Plan
@@ -28,7 +28,7 @@ from flux.plan.choose import Plan
 Tensor = torch.Tensor
 
 
-def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
+def parts(workspace: Workspace, plan: Plan, call: Product, recipe: repeat.Recipe) -> Any:
     x, bias, out = call.x, call.bias, call.out
     partial = x.new_empty(plan.m, plan.n, dtype=out.dtype)
     recipe.returns(recipe.out, "out")
@@ -43,7 +43,7 @@ def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -
     return recipe.out
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, *_: Any) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Product, *_: Any) -> None:
     x, weight, bias, transpose_weight, out, scales = call
     if out.numel() == 0:
         return
@@ -63,7 +63,7 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, *_: Any) -> None:
         out.copy_(total)
 
 
-def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None) -> None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Product, recipe: repeat.Recipe | None = None) -> None:
     """One launch. recipe: of the call, if it is to be known (flux.comm.repeat)."""
     x, weight, bias, _, out, scales = call
     # Allocations may run out of memory, so they come before the call is opened.
@@ -82,11 +82,11 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
         out.copy_(target)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, *_: Any) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Product, *_: Any) -> None:
     on_nodes(workspace, plan, call, () if call.bias is None else (call.bias,))
 
 
-def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequence[Tensor]) -> None:
+def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Product, addends: Sequence[Tensor]) -> None:
     """The same, plus addends [n] or [m/p, n] instead of the bias."""
     x, scales = call.x, call.scales
 
@@ -98,7 +98,7 @@ def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequenc
     two_level.scatter(workspace, plan, x.shape[0], inside, call.out, addends)
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Product, recipe: repeat.Recipe) -> None:
     """The kernel's work on the CPU, tile by tile: remote tiles to their owners' slots, the own shard last."""
     core, (x, weight, bias, _, out, scales) = _native.core, call
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
@@ -147,9 +147,9 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Rec
 
 GEMM_RS = front.Collective(
     name="gemm_rs",
-    call=Call,
-    sizes=functools.partial(plain.sizes, "gemm_rs"),
-    matrices=plain.matrices,
+    call=Product,
+    sizes=functools.partial(checks.gemm_args, "gemm_rs"),
+    matrices=Product.matrices,
     plan=functools.partial(front.plan, "gemm_rs"),
     same=lambda call: {"bias": call.bias},
     alone=plain.launch,

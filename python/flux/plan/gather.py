@@ -1,4 +1,4 @@
-"""Plans of gemm, gemm_rs, ag_gemm and all_gather."""
+"""Plans of ag_gemm and all_gather."""
 
 from __future__ import annotations
 
@@ -21,34 +21,6 @@ _MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
 COPY_FROM_BYTES = 8 << 20
 # Parts of a shard that all_gather's copy engines signal separately.
 _GATHERED_PARTS = 4
-
-
-def plan_gemm(problem: PlanInput) -> Plan:
-    if (why_not := why_not_fused("gemm", problem)) is not None:
-        return problem.plan("gemm", False, why_not)
-    return problem.plan("gemm", True, **chosen(select_tile("gemm", problem), problem.why_fused))
-
-
-def plan_gemm_rs(problem: PlanInput) -> Plan:
-    if (why_not := why_not_fused("gemm_rs", problem)) is not None:
-        return problem.unfused("gemm_rs", why_not)
-    m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
-    choice = select_tile("gemm_rs", problem)
-    signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
-    facts = {**chosen(choice, problem.why_fused), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
-    operand_bytes = 2 if problem.scaling is None else 1
-    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p, operand_bytes) if problem.on_gpu else 0
-    if chunks:
-        transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {problem.transport}"
-        facts |= {"transport": transport, "copied": True, "chunks": chunks}
-    return problem.plan("gemm_rs", True, **facts)
-
-
-def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The signal_bytes and slot_bytes that one problem needs."""
-    layout = _native.core.gemm_rs_layout(m, n, world_size, config)
-    # The layout counts in 2-byte elements.
-    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
 
 
 def plan_ag_gemm(problem: PlanInput) -> Plan:
@@ -113,9 +85,4 @@ def ag_gemm_room(
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
 
 
-PLANNERS |= {
-    "gemm": plan_gemm,
-    "gemm_rs": plan_gemm_rs,
-    "ag_gemm": plan_ag_gemm,
-    "all_gather": plan_all_gather,
-}
+PLANNERS |= {"ag_gemm": plan_ag_gemm, "all_gather": plan_all_gather}
