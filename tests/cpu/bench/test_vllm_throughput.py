@@ -1,7 +1,10 @@
-"""How benchmarks/vllm_throughput.py runs its engines, and when. Needs no vLLM."""
+"""How benchmarks/vllm_throughput.py runs its engines, and when; how it measures vLLM's API server
+(vllm_server.py), with fixed requests (vllm_trace.py). Needs no vLLM.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import time
@@ -81,13 +84,38 @@ class LLM:
 """
 
 
+# Its server, which says how it was started.
+_SERVE = """
+import http.server, json, os, sys
+from types import SimpleNamespace
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"results": [{"pid": os.getpid(), "argv": sys.argv, **asked}]}).encode())
+    do_POST = do_GET
+
+def ServeSubcommand():
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    serve = lambda _: http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    return SimpleNamespace(subparser_init=lambda _: None, validate=lambda _: None, cmd=serve)
+"""
+_FILES = {
+    "__init__.py": _VLLM,
+    "config/compilation.py": "import dataclasses\n\n@dataclasses.dataclass\nclass PassConfig: ...\n",
+    "entrypoints/cli/serve.py": _SERVE,
+    "utils/argparse_utils.py": "from unittest.mock import Mock as FlexibleArgumentParser",
+}
+
+
 @pytest.fixture
 def settings(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of an engine whose vLLM is _VLLM."""
-    compilation = tmp_path / "vllm" / "config" / "compilation.py"
-    compilation.parent.mkdir(parents=True)
-    compilation.write_text("import dataclasses\n\n@dataclasses.dataclass\nclass PassConfig: ...\n")
-    (tmp_path / "vllm" / "__init__.py").write_text(_VLLM)
+    """Of an engine whose vLLM are _FILES."""
+    for name, text in _FILES.items():
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 450, True, tmp_path)
 
@@ -114,6 +142,59 @@ def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) ->
         benchmark.stop({"stock-graph": engine})
     assert engine.process.returncode == 0, "it ended by itself"
     assert become(ENDED, child)
+
+
+def test_a_server_runs_while_it_is_asked_and_ends_with_the_benchmark(benchmark: Any, settings: Any) -> None:
+    settings = replace(settings, api_server=True)
+    settings.write_model()
+    engine = benchmark.Engine("stock-eager", settings)
+    try:
+        engine.come_up(time.monotonic() + 60)
+        (state,) = engine.ask(time.monotonic() + 60, "state")
+        assert state["method"] == "probe_state"
+        # vLLM's client draws a prompt by Python's hash of a string, which else differs between processes.
+        assert settings.environment("stock-eager")["PYTHONHASHSEED"] == "0"
+        assert state["argv"][1:3] == ["serve", str(settings.folder / "model")]
+        assert {"--enforce-eager", "--no-enable-prefix-caching"} <= set(state["argv"])
+        assert become(STOPPED, engine.process.pid, state["pid"])
+    finally:
+        benchmark.stop({"stock-eager": engine})
+    assert become(ENDED, engine.process.pid, state["pid"])
+
+
+def test_as_many_tokens_come_out_of_a_prompt_as_went_in(benchmark: Any, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, which vLLM brings")
+    importlib.import_module("vllm_models").write_tokenizer(tmp_path, 3000)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokens = list(range(3000))
+    assert tokenizer.encode(tokenizer.decode(tokens)).ids == tokens
+
+
+def test_requests_are_always_the_same(benchmark: Any) -> None:
+    wanted = benchmark.requests(2000, 2048)
+    lengths = str([(each.prompt, each.answer) for each in wanted]).encode()
+    assert hashlib.sha256(lengths).hexdigest()[:16] == "4e9253bebc5b665e"
+    assert benchmark.requests(20, 2048) == wanted[:20]
+
+
+@pytest.mark.parametrize("lacks", [None, "completed", "total_output_tokens"])
+def test_answers_that_are_missing_are_no_sample(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str | None
+) -> None:
+    server = importlib.import_module("vllm_server")
+    client = server.Client("a URL", tmp_path / "model")
+    tokens = sum(each.answer for each in benchmark.requests(3, 512))
+    found = {"completed": 3, "total_output_tokens": tokens, "duration": 2.0, "output_throughput": 30.0}
+    found |= {"median_ttft_ms": 20.0, "p99_ttft_ms": 50.0, "median_tpot_ms": 4.0, "p99_tpot_ms": 8.0}
+    monkeypatch.setattr(server, "run_client", lambda options: found)
+    if lacks is not None:
+        found[lacks] -= 1
+        with pytest.raises(RuntimeError, match="of 3 answers"):
+            client.trace(3, 512, 2.0)
+        return
+    first, further = {"median": 0.02, "p99": 0.05}, {"median": 0.004, "p99": 0.008}
+    expected = {"seconds": 2.0, "tokens_per_s": 30.0, "first_s": first, "further_s": further}
+    assert client.trace(3, 512, 2.0) == expected
 
 
 @pytest.mark.parametrize(
