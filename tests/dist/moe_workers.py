@@ -1,4 +1,4 @@
-"""What each rank of tests/dist/test_dist_moe.py does; returns what went wrong."""
+"""What ranks do in test_dist_layers.py with mixtures of experts; returns what went wrong."""
 
 from __future__ import annotations
 

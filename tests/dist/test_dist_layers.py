@@ -1,19 +1,35 @@
-"""Gradients and flux.layers between GPUs."""
+"""fp8 operands, mixtures of experts, gradients and flux.layers between GPUs."""
 
 from __future__ import annotations
 
-import layer_workers
+from collections.abc import Callable
+from typing import Any
+
+import fp8_workers as fp8
+import layer_workers as layers
+import moe_workers as moe
 import pytest
-from ranks import SIZES, run
+from ranks import BACKENDS, SIZES, run
+
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# The kernels are to run, also where other ways were measured to be faster.
+UNTUNED = {"FLUX_TUNING": "off"}
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ["gradients", "main_grads", "layers"])
-def test_scenario(world_size: int, name: str) -> None:
-    run(getattr(layer_workers, name), world_size)
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ["gradients", "layers"])
-def test_with_one_hardware_queue(world_size: int, name: str) -> None:
-    run(getattr(layer_workers, name), world_size, CUDA_DEVICE_MAX_CONNECTIONS="1")
+@pytest.mark.parametrize(
+    ("worker", "args", "env"),
+    [
+        *((worker, (), env) for worker in (layers.gradients, layers.layers) for env in ({}, ONE_QUEUE)),
+        (layers.main_grads, (), {}),
+        *((fp8.exact, (), {**UNTUNED, "FLUX_SYMM_BACKEND": backend}) for backend in BACKENDS),
+        *((worker, (), UNTUNED) for worker in (fp8.graphs, fp8.int8_between_ranks)),
+        *((moe.random_cases, (first, 50), {}) for first in (0, 50, 100)),
+        *((worker, (), {}) for worker in (moe.skews, moe.graphs, moe.without_synchronisation)),
+        (moe.vllms_experts, (), {}),
+    ],
+)
+def test_scenario(
+    world_size: int, worker: Callable[..., list[str]], args: tuple[Any, ...], env: dict[str, str]
+) -> None:
+    run(worker, world_size, *args, **env)

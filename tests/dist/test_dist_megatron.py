@@ -20,6 +20,10 @@ pytestmark = [
 FEW = SIZES[:2]  # the models have four heads
 # As Megatron asks for.
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+each_layout = pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
+)
 
 
 @pytest.mark.parametrize("world_size", FEW)
@@ -38,10 +42,7 @@ def test_gradient_accumulation(world_size: int) -> None:
     run(megatron_workers.main_grads, world_size, **ONE_QUEUE)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
-)
+@each_layout
 def test_experts_equal_to_stock(world_size: int, layout: str) -> None:
     run(megatron_workers.experts, world_size, layout, **ONE_QUEUE)
 
@@ -50,10 +51,7 @@ def test_experts_equal_to_stock(world_size: int, layout: str) -> None:
     importlib.util.find_spec("transformer_engine") is None,
     reason="needs Transformer Engine, which is not installed",
 )
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
-)
+@each_layout
 def test_grouped_experts_equal_to_transformer_engine(world_size: int, layout: str) -> None:
     run(megatron_workers.experts, world_size, layout, True, **ONE_QUEUE)
 
@@ -63,10 +61,7 @@ def test_gradients_of_experts_are_added_to_main_grads(layout: str) -> None:
     run(megatron_workers.expert_main_grads, 2, layout, **ONE_QUEUE)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
-)
+@each_layout
 def test_whole_iterations_from_a_cuda_graph(world_size: int, layout: str) -> None:
     run(megatron_workers.full_graph, world_size, layout, **ONE_QUEUE)
 
