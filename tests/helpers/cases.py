@@ -123,15 +123,16 @@ def scenario_test(
 
 
 class Calls(TorchDispatchMode):
-    """Names of flux's operators, as they are called."""
+    """Which operators are called whose names begin like this; the rest of their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "flux::") -> None:
         super().__init__()
         self.names: list[str] = []
+        self._prefix = prefix
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flux":
-            self.names.append(func._schema.name.removeprefix("flux::"))
+        if func._schema.name.startswith(self._prefix):
+            self.names.append(func._schema.name.removeprefix(self._prefix))
         return func(*args, **(kwargs or {}))
 
 

@@ -9,16 +9,16 @@ import copy
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from cases import run_scenarios
+from cases import Calls, run_scenarios
 from torch.overrides import TorchFunctionMode
 from torch.utils import cpp_extension
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH = 2
 HIDDEN = 32  # all other sizes follow from this one
@@ -195,9 +195,8 @@ def moe_pair(config: Any, rank: int, device: str = "cpu") -> tuple[Any, Any]:
 def draw_experts(model: Any, rank: int) -> None:
     g = torch.Generator().manual_seed(rank)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if ".experts." in name:
-                p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+        for p in of_experts(model).values():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.1)
 
 
 def grouped_config(layout: dict[str, Any], **options: Any) -> Any:
@@ -299,18 +298,19 @@ def flux_layers(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__.startswith("Flux")]
 
 
-class Calls(TorchDispatchMode):
-    """Which operators are called whose names begin like this; the rest of their names."""
+MoECalls = partial(Calls, "flux::moe_")
 
-    def __init__(self, prefix: str = "flux::moe_") -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self._prefix = prefix
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith(self._prefix):
-            self.names.append(func._schema.name.removeprefix(self._prefix))
-        return func(*args, **(kwargs or {}))
+def of_experts(model: Any) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if ".experts." in name}
+
+
+@contextlib.contextmanager
+def copies(model: Any) -> Iterator[Callable[[], int]]:
+    """How many times weights of experts are stacked."""
+    shapes = {p.shape for p in of_experts(model).values()}
+    with mock.patch.object(torch, "stack", side_effect=torch.stack) as stack:
+        yield lambda: sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
 
 
 class Told(logging.Handler):

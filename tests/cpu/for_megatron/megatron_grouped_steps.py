@@ -4,25 +4,25 @@ test_megatron_te.py.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron_models import (
     SWIGLU,
-    Calls,
+    MoECalls,
     OnCpu,
     Told,
     assert_alike,
+    copies,
     forward,
     grouped_config,
     grouped_pair,
+    of_experts,
     replicas,
     summed_grads,
 )
-from test_megatron_moe import facts, groups, train
+from test_megatron_moe import equal_to_stock, groups, train
 
 ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,36 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_experts(model: Any) -> dict[str, Any]:
-    return {name: p for name, p in model.named_parameters() if ".experts." in name}
-
-
 def grouped_equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
-    """By convert_spec, and by convert_model: losses, gradients, parameters and checkpoints."""
-    from flux.integrations.megatron import coverage
-
-    told = Told()
-    seed = rank // layout["tensor_model_parallel_size"]
-    for number, (name, options) in enumerate(MODELS.items()):
-        config = grouped_config(layout, **options)
-        stock, ours = grouped_pair(config, rank, by_model=number == 1)
-        assert type(ours.decoder.layers[0].mlp.experts).__name__ == "TEGroupedMLP"
-        assert coverage(ours)["decoder.layers.0.mlp"] is None
-        for (n, p), (m, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
-            assert n == m and (".experts." not in n or vars(p) == vars(q)), f"{name}: {n}"
-        (*expected, none), (*found, calls) = train(stock, seed), train(ours, seed)
-        rows = ["activate_rows"] if "recomputed" in name else []  # of others than SwiGLU: Megatron's code
-        assert not none and calls == ["route", "ag_scatter_gemm", *rows, "gemm_gather_rs"] * 2, (name, calls)
-        assert len(of_experts(stock)) >= 8 and all(expected[1][n] is not None for n in of_experts(stock))
-        assert_alike(found, expected, name)
-    assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.add_(1.0)
-    stock.load_state_dict(ours.state_dict())
-    assert_alike(of_experts(stock), of_experts(ours))
-    warned = [m for m in told.messages if "FluxMoELayer" in m or "Grouped" in m]
-    assert not warned, "neither calls nor convert_spec leave anything of the experts to Megatron"
+    equal_to_stock(rank, world_size, layout, MODELS)
 
 
 def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
@@ -85,7 +57,7 @@ def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any])
             before = {p.data_ptr() for p in of_experts(model).values()}
             wrapped = replicas(model, use_distributed_optimizer=True, **overlap)
             assert not before & {p.data_ptr() for p in of_experts(model).values()}, "they lie in its buffer"
-            with copies(model) as copied, Calls() as calls:
+            with copies(model) as copied, MoECalls() as calls:
                 with wrapped.no_sync():
                     forward(wrapped, rank).backward()
                 forward(wrapped, 2 + rank).backward()
@@ -95,14 +67,6 @@ def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any])
     assert all(grads[0][name].any() for name in of_experts(stock))
     assert_alike(grads[1], grads[0])
     assert_alike(grads[2], grads[0])
-
-
-@contextlib.contextmanager
-def copies(model: Any) -> Iterator[Callable[[], int]]:
-    """How many times weights of experts are stacked."""
-    shapes = {p.shape for p in of_experts(model).values()}
-    with mock.patch.object(torch, "stack", side_effect=torch.stack) as stack:
-        yield lambda: sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
 
 
 def grouped_weights_lie_in_one_tensor(rank: int, world_size: int, layout: dict[str, Any]) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cases import Calls
 from megatron_models import (
     SWIGLU,
-    Calls,
+    MoECalls,
     assert_alike,
     forward,
     make_moe_config,
     moe_pair,
+    of_experts,
     replicas,
     summed_grads,
 )
@@ -37,7 +39,7 @@ def what_training_costs(rank: int, world_size: int, layout: dict[str, Any]) -> N
     loss = forward(ours, rank)
     names = recorded(loss)
     assert any("_Layer" in name for name in names) and not [name for name in names if "route" in name]
-    with Calls("flux::") as calls:
+    with Calls() as calls:
         loss.backward()
     assert calls.names.count("moe_tokens_of_rows") == len(ours.decoder.layers) == 2
     assert calls.names.count("reduce_scatter") == 2
@@ -87,12 +89,11 @@ def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> Non
     for number, model in enumerate(models):
         accumulate_into_main_grad(model, number == 2)
         wrapped = replicas(model, delay_wgrad_compute=number > 0)
-        with Calls() as calls:
+        with MoECalls() as calls:
             for seed in (rank, 2 + rank):
                 forward(wrapped, seed).backward()
         assert ("ag_scatter_gemm" in calls.names) == (number > 0)
-        of_experts = [p for n, p in model.named_parameters() if ".local_experts." in n]
-        assert all(p.main_grad.any() != (number > 0) and p.grad is None for p in of_experts)
+        assert all(p.main_grad.any() != (number > 0) and p.grad is None for p in of_experts(model).values())
         for _ in range(2 if number else 0):
             for layer in model.decoder.layers:
                 layer.mlp.backward_dw(routed_experts=False, shared_experts=True)

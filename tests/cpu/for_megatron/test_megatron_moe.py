@@ -21,14 +21,18 @@ from megatron_models import (
     HIDDEN,
     LAYOUTS,
     SWIGLU,
-    Calls,
+    MoECalls,
     OnCpu,
     Told,
     assert_alike,
+    copies,
     flux_layers,
     forward,
+    grouped_config,
+    grouped_pair,
     make_moe_config,
     moe_pair,
+    of_experts,
     on_cpus,
     replicas,
     run_in_layouts,
@@ -67,7 +71,7 @@ FEWER = ("swiglu",)  # for the mixed layout
 
 def train(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
     model.zero_grad(set_to_none=True)
-    with Calls() as calls:
+    with MoECalls() as calls:
         loss = forward(model, seed)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, calls.names
@@ -82,22 +86,37 @@ def facts(model: Any, rank: int) -> dict[str, Any]:
     return described
 
 
-def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+def equal_to_stock(
+    rank: int, world_size: int, layout: dict[str, Any], grouped: dict[str, dict[str, Any]] | None = None
+) -> None:
+    """Losses, gradients, parameters and checkpoints. grouped: models of Transformer Engine's grouped experts,
+    by convert_spec, and by convert_model.
+    """
+    from flux.integrations.megatron import coverage
+
     told = Told()
     # Without tensor parallelism ranks are replicas, with batches of their own.
     seed = rank // layout["tensor_model_parallel_size"]
-    for name, options in MODELS.items():
-        if world_size == 4 and name not in FEWER:
+    for number, (name, options) in enumerate((grouped or MODELS).items()):
+        if grouped:
+            stock, ours = grouped_pair(grouped_config(layout, **options), rank, by_model=number == 1)
+            assert type(ours.decoder.layers[0].mlp.experts).__name__ == "TEGroupedMLP"
+        elif world_size == 4 and name not in FEWER:
             continue
-        stock, ours = moe_pair(make_moe_config(layout, **options), rank)
-        assert ["decoder.layers.0.mlp" in flux_layers(each) for each in (stock, ours)] == [False, True]
-        for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
-            assert vars(p) == vars(q), f"{name}: {n}"
-        expected, (loss, grads, calls) = train(stock, seed)[:2], train(ours, seed)
-        activation = ["activate_rows"] if name == "swiglu" else []  # of others: Megatron's code
-        assert calls == ["route", "ag_scatter_gemm", *activation, "gemm_gather_rs"] * 2, calls
-        assert sum(".local_experts." in n for n in grads) >= 8 and any("router" in n for n in grads)
-        assert_alike((loss, grads), expected, name)
+        else:
+            stock, ours = moe_pair(make_moe_config(layout, **options), rank)
+            assert "decoder.layers.0.mlp" not in flux_layers(stock)
+        assert "decoder.layers.0.mlp" in flux_layers(ours) and coverage(ours)["decoder.layers.0.mlp"] is None
+        for (n, p), (m, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+            assert n == m and (vars(p) == vars(q) or grouped and n not in of_experts(ours)), f"{name}: {n}"
+        (*expected, none), (*found, calls) = train(stock, seed), train(ours, seed)
+        others = {"activation_func_clamp_value", "glu_linear_offset"} & {*options}
+        # Of others than SwiGLU: Megatron's code.
+        rows = ["activate_rows"] if "gated_linear_unit" in options and not others else []
+        assert not none and calls == ["route", "ag_scatter_gemm", *rows, "gemm_gather_rs"] * 2, (name, calls)
+        assert len(of_experts(stock)) >= 8 and all(expected[1][n] is not None for n in of_experts(stock))
+        assert any("router" in n for n in found[1])
+        assert_alike(found, expected, name)
         with torch.no_grad():
             assert_alike(forward(ours.eval(), seed), forward(stock.eval(), seed))
     assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
@@ -105,7 +124,9 @@ def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         for p in ours.parameters():
             p.add_(1.0)
     stock.load_state_dict(ours.state_dict())
-    assert not [m for m in told.messages if "FluxMoELayer" in m]
+    assert_alike(of_experts(stock), of_experts(ours))
+    warned = [m for m in told.messages if "FluxMoELayer" in m or "Grouped" in m]
+    assert not warned, "neither calls nor convert_spec leave anything of the experts to Megatron"
 
 
 def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) -> None:
@@ -126,7 +147,7 @@ def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         layer = model.decoder.layers[0].mlp
         x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))[:rows]
         x.requires_grad_()
-        with Calls() as calls:
+        with MoECalls() as calls:
             y = layer(x)[0][:length]
         assert len(calls.names) == (3 if model is ours else 0)
         y.sin().sum().backward()
@@ -211,11 +232,11 @@ def dispatchers_of_others(rank: int, world_size: int, layout: dict[str, Any]) ->
         expected = layer(x)[0]
         other = copy.copy(layer._dispatchers[False])
         layer.token_dispatcher = other
-        with Calls() as calls:
+        with MoECalls() as calls:
             assert_alike(layer(x)[0], expected)
         assert not calls.names and layer.token_dispatcher is other
         layer.token_dispatcher = layer._dispatchers[False]
-        with Calls() as calls:
+        with MoECalls() as calls:
             assert_alike(layer(x)[0], expected)
     assert len(calls.names) == 3
     assert [m for m in told.messages if "another dispatcher" in m] == [
@@ -229,7 +250,7 @@ def under_autocast(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     stock, ours = (model.decoder.layers[0].mlp for model in moe_pair(make_moe_config(layout), rank))
     x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))
     for dtype in (torch.float32, torch.bfloat16):
-        with torch.autocast("cpu", torch.bfloat16), Calls() as calls:
+        with torch.autocast("cpu", torch.bfloat16), MoECalls() as calls:
             expected = stock(x.to(dtype))[0]
             y = ours(x.to(dtype))[0]
         assert calls.names == ["route", "ag_scatter_gemm", "gemm_gather_rs"], calls.names
@@ -260,12 +281,11 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
         found = []
         for step in range(3):
             wrapped.zero_grad_buffer()
-            with Calls() as calls:
+            with MoECalls() as calls:
                 loss = forward(wrapped, 10 * step + replica)
             assert len(calls.names) == (6 if number else 0), calls.names
             loss.backward()
-            added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
-            assert added == {number == 1}
+            assert {p.grad_added_to_main_grad for p in of_experts(model).values()} == {number == 1}
             summed_grads(wrapped)
             found.append(loss.detach())
             # In place of the optimizer, which wants CUDA tensors: each rank has its part of the parameters.
@@ -299,32 +319,25 @@ def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -
 
     config = make_moe_config(layout, **SWIGLU)
     stock, ours = moe_pair(config, rank)
-    experts = {n: p for n, p in ours.named_parameters() if ".local_experts." in n}
-    shapes = {p.shape for p in experts.values()}
 
     def addresses() -> list[int]:
-        return [p.data_ptr() for p in experts.values()]
+        return [p.data_ptr() for p in of_experts(ours).values()]
 
-    def copies_of(step: Any) -> int:
-        stack = mock.Mock(side_effect=torch.stack)
-        with mock.patch.object(torch, "stack", stack):
-            step()
-        return sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
+    def clone() -> None:
+        for p in of_experts(ours).values():
+            p.data = p.data.clone()
 
-    def step() -> None:
-        found.append(train(ours, rank)[:2])
-
-    found: list[Any] = []
-    assert copies_of(step) == 0
-    for p in experts.values():
-        p.data = p.data.clone()
-    assert copies_of(step) == 8, "two layers of two products, forward and backward"
-    convert_model(ours)
-    assert copies_of(step) == 0
-    ours.double().float()
-    assert copies_of(step) == 0
-    for grads in found[1:]:
-        assert_alike(grads, found[0])
+    expected = train(ours, rank)[:2]
+    for change, expected_copies in (
+        (dict, 0),
+        (clone, 8),  # two layers of two products, forward and backward
+        (lambda: convert_model(ours), 0),
+        (lambda: ours.double().float(), 0),
+    ):
+        change()
+        with copies(ours) as copied:
+            assert_alike(train(ours, rank)[:2], expected)
+        assert copied() == expected_copies
     # An optimizer's step and a checkpoint reach what the layers read.
     train(stock, rank)
     for model in (stock, ours):
@@ -339,12 +352,15 @@ def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -
     saved.seek(0)
     ours.load_state_dict(torch.load(saved), strict=False)
     with OnCpu():
-        assert copies_of(lambda: assert_alike(train(ours, rank)[:2], train(stock, rank)[:2])) == 0
+        with copies(ours) as copied:
+            assert_alike(train(ours, rank)[:2], train(stock, rank)[:2])
         before, grads = addresses(), train(stock, rank)[1]
         ours.zero_grad(set_to_none=True)
         wrapped = replicas(ours, use_distributed_optimizer=True)
         assert not set(before) & set(addresses()), "they lie in its buffer"
-        assert copies_of(lambda: forward(wrapped, rank).backward()) == 0
+        with copies(ours) as copied_too:
+            forward(wrapped, rank).backward()
+        assert not copied() and not copied_too()
         assert_alike({n: p.main_grad for n, p in ours.named_parameters()}, grads)
         before = addresses()
         convert_model(ours)
@@ -360,7 +376,7 @@ def replaced_modules(rank: int, world_size: int, layout: dict[str, Any]) -> None
         found = []
         for layer in (stock, ours):
             layer.zero_grad(set_to_none=True)
-            with Calls() as calls:
+            with MoECalls() as calls:
                 y = layer(x)[0]
             y.sin().sum().backward()
             found.append([y.detach(), {name: p.grad for name, p in layer.named_parameters()}])

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import Calls, needs_megatron
+from cases import Calls
+from megatron_models import needs_megatron
 
 from flux.moe import route
 
@@ -182,11 +183,11 @@ def test_what_a_backward_pass_computes(needed: str) -> None:
     without = {"but scores": [scores], "but x and fc1": [x, *first], "but fc2": second}.get(needed, [])
     for leaf in without:
         leaf.requires_grad_(False)
-    with Calls("flux::") as forward:
+    with Calls() as forward:
         out = on_flux(x, scores, first, second)
     assert forward.names == ["moe_route", "moe_ag_scatter_gemm", "moe_gemm_gather_rs"]
     for times in range(2):  # the graph is kept, the tokens are not
-        with Calls("flux::") as backward:
+        with Calls() as backward:
             out.backward(GRAD, retain_graph=True)
         assert backward.names.count("moe_tokens_of_rows") == (0 if times and needed == "but x and fc1" else 1)
         assert backward.names.count("reduce_scatter") == (0 if needed == "but scores" else 1)
