@@ -1,4 +1,6 @@
-"""What flux uses of vLLM: tools/vllm_uses.py finds it in wheels, and sees what one lacks."""
+"""What flux uses of vLLM: tools/vllm_uses.py finds it in wheels, and sees what one lacks. What runs on flux
+there: the tables of tools/vllm_table.py.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from flux.integrations.vllm.required_names import NAMES, Name
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 tool: Any = importlib.import_module("vllm_uses")
+models: Any = importlib.import_module("vllm_table")
 
 SOURCES = {
     "vllm/__init__.py": "",
@@ -82,3 +85,11 @@ def test_the_page_names_all_that_is_used() -> None:
     page = (ROOT / "docs" / "design" / "vllm.md").read_text()
     listed = re.findall(r"`(vllm\.[^`]*)`", page[page.index("| part | names | in |") :])
     assert sorted(listed) == sorted(use.path for use in NAMES)
+
+
+def test_the_page_has_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MIN_TOKENS", "TUNING", "SEQUENCE", "MOE"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    page = (ROOT / "docs" / "vllm-models.md").read_text()
+    assert models.table() in page and models.quantised() in page
+    assert all(f"`{name}={value}`" in page for name, value in models.ASKED.items())
