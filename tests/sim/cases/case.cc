@@ -28,22 +28,6 @@ Sums multiply(const Values& x, const Values& weight, bool transposed) {
   return product;
 }
 
-void expect(const Values& out, const Sums& expected, DType dtype, const std::string& name, bool may_fail) {
-  for (int row = 0; row < out.rows; ++row) {
-    for (int column = 0; column < out.stride; ++column) {
-      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
-      const bool inside = column < out.columns;
-      const int value = inside ? expected[row * out.columns + column] : 0;
-      const uint16_t right = inside ? rounded(value, dtype) : Values::kUntouched;
-      // Both zeros are right.
-      if (found == right || (inside && widened(found, dtype) == widened(right, dtype))) continue;
-      if (may_fail && inside && widened(found, dtype) != widened(found, dtype)) continue;
-      wrong(name, "[", row, "][", column, "] is ", widened(found, dtype), ", and not ",
-            inside ? std::to_string(value) : "left alone");
-    }
-  }
-}
-
 static bool verbose = false;
 
 void describe_case(const std::string& what) {

@@ -18,6 +18,7 @@ namespace cases {
 using flux::gemm::Cluster;
 using flux::runtime::DType;
 using flux::runtime::Matrix;
+using sim::text;
 
 struct Random {
   std::mt19937_64 engine;
@@ -30,18 +31,18 @@ struct Random {
   }
 };
 
-inline flux::gemm::GemmArgs gemm_args(const Matrix& x, const Matrix& weight, bool transposed,
-                                      const Matrix& out, const void* bias, DType dtype, int config,
-                                      int num_sms, const flux::gemm::Scales& scales = {}) {
-  return {x, weight, transposed, out, bias, dtype, config, num_sms, scales};
+// Of one that may be changed before the machine is reset.
+inline sim::MachineConfig machine_of(uint64_t seed, int resident, int devices = 1) {
+  sim::MachineConfig machine;
+  machine.devices = devices;
+  machine.resident = resident;
+  machine.policy = sim::policy_of(seed);
+  return machine;
 }
 
 // Tiles for 16-bit operands come before those for fp8.
-constexpr int k16BitTiles = [] {
-  int count = 0;
-  for (const auto& tile : flux::gemm::kTileConfigs) count += !tile.is_fp8();
-  return count;
-}();
+constexpr int k16BitTiles =
+    std::ranges::count_if(flux::gemm::kTileConfigs, [](const auto& tile) { return !tile.is_fp8(); });
 inline int draw_16bit_tile(Random& random, bool (*wanted)(const flux::gemm::TileConfig&)) {
   for (;;) {
     const int config = random.below(k16BitTiles);
@@ -55,11 +56,8 @@ inline int pack(int config, Cluster cluster, int raster) {
 inline int pack(int config, int split, int sharers) {
   return flux::gemm::pack_choice(config, split, sharers);
 }
-constexpr int k16BitSwapAbTiles = [] {
-  int count = 0;
-  for (const auto& tile : flux::gemm::kSwapAbConfigs) count += !tile.is_fp8;
-  return count;
-}();
+constexpr int k16BitSwapAbTiles =
+    std::ranges::count_if(flux::gemm::kSwapAbConfigs, [](const auto& tile) { return !tile.is_fp8; });
 
 inline uint16_t rounded(float value, DType dtype) {
   return dtype == DType::kBFloat16 ? __float2bfloat16_rn(value).bits : __float2half_rn(value).bits;
@@ -71,18 +69,6 @@ inline float widened(uint16_t bits, DType dtype) {
 // A number as a kernel stores it.
 inline float rounded_to(float value, DType dtype) { return widened(rounded(value, dtype), dtype); }
 
-// Strings and numbers behind each other.
-template <class... Parts>
-std::string text(const Parts&... parts) {
-  const auto of = [](const auto& part) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
-      return std::to_string(part);
-    } else {
-      return std::string(part);
-    }
-  };
-  return (std::string() + ... + of(parts));
-}
 inline const char* name_of(DType dtype) {
   return dtype == DType::kBFloat16 ? ", bf16" : dtype == DType::kFloat16 ? ", fp16" : ", fp32";
 }
@@ -117,7 +103,7 @@ struct Values {
   }
   static constexpr uint16_t kUntouched = 0x7FA5;  // a NaN of both types
 
-  void fill(Random& random, DType dtype, int most = 2) {
+  Values& fill(Random& random, DType dtype, int most = 2) {
     values.resize(rows * columns);
     for (int row = 0; row < rows; ++row) {
       for (int column = 0; column < columns; ++column) {
@@ -127,6 +113,7 @@ struct Values {
       }
       sim::mark_written(&data[static_cast<int64_t>(row) * stride], columns * int64_t{2});
     }
+    return *this;
   }
   int at(int row, int column) const { return values[row * columns + column]; }
   Matrix matrix() const {
@@ -169,9 +156,26 @@ inline Sums rounded(Sums sums, DType dtype) {
 // product[m][n] of x [m, k] and a weight [n, k], or [k, n].
 Sums multiply(const Values& x, const Values& weight, bool transposed);
 
-// Fails with the place of the first element that is not the expected integer, rounded once. `may_fail`: nor NaN.
-void expect(const Values& out, const Sums& expected, DType dtype, const std::string& name,
-            bool may_fail = false);
+// Fails with the place of the first element that is not the expected number, rounded once. Rows behind those that are
+// expected, and what lies beside rows, must have been left alone. `may_fail`: nor NaN.
+template <class Number>
+void expect(const Values& out, const std::vector<Number>& expected, DType dtype, const std::string& name,
+            bool may_fail = false) {
+  for (int row = 0; row < out.rows; ++row) {
+    for (int column = 0; column < out.stride; ++column) {
+      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
+      const size_t at = static_cast<size_t>(row) * out.columns + column;
+      const bool inside = column < out.columns && at < expected.size(), alone = found == Values::kUntouched;
+      const uint16_t right = inside ? rounded(static_cast<float>(expected[at]), dtype) : Values::kUntouched;
+      const float value = widened(found, dtype);
+      // Both zeros are right.
+      if (found == right || (inside && value == widened(right, dtype))) continue;
+      if (may_fail && inside && value != value && !alone) continue;
+      wrong(name, "[", row, "][", column, "] is ", alone ? "left alone" : std::to_string(value), ", and not ",
+            inside ? std::to_string(expected[at]) : "left alone", may_fail ? " or NaN" : "");
+    }
+  }
+}
 
 // Draws and runs one case.
 struct NamedCase {

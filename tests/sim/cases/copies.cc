@@ -10,10 +10,7 @@ namespace {
 void copy_queue(uint64_t seed) {
   constexpr uint32_t kCalls = 64;
   Random random(seed);
-  sim::MachineConfig machine;
-  machine.devices = 1;
-  machine.policy = sim::policy_of(seed);
-  sim::reset_machine(machine);
+  sim::reset_machine(machine_of(seed, 8));
   auto* const words = static_cast<uint32_t*>(sim::allocate((kCalls + 2) * sizeof(uint32_t), 0, "words"));
   sim::mark_written(words, (kCalls + 2) * sizeof(uint32_t));
   uint32_t *const sources = words, *const data = words + kCalls, *const signal = data + 1;
@@ -25,11 +22,7 @@ void copy_queue(uint64_t seed) {
       flux::runtime::CopyQueue queue;
       queue.follow(nullptr);
       queue.copy(data, &sources[epoch - 1], sizeof(uint32_t));
-      if (announces) {
-        queue.announce(signal, epoch);
-      } else {
-        queue.write(signal, epoch);
-      }
+      announces ? queue.announce(signal, epoch) : queue.write(signal, epoch);
       queue.join(nullptr);
     }
     if (random.below(4) != 0) continue;  // some calls follow each other, some find the streams empty

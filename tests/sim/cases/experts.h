@@ -50,18 +50,6 @@ inline std::vector<float> activated(const Sums& sums, int n, Activation activati
   return result;
 }
 
-// Fails unless the first rows of `out` are these, rounded once, and all others are untouched.
-inline void expect_rows(const Values& out, const std::vector<float>& rows, DType dtype,
-                        const std::string& name) {
-  for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
-    const bool inside = i < static_cast<int64_t>(rows.size());
-    const uint16_t right = inside ? rounded(rows[i], dtype) : Values::kUntouched;
-    if (out.data[i] == right || (inside && widened(out.data[i], dtype) == widened(right, dtype))) continue;
-    wrong(name, "[", i / out.columns, "][", i % out.columns, "] is ", widened(out.data[i], dtype),
-          ", and not ", inside ? std::to_string(rows[i]) : "left alone");
-  }
-}
-
 // Columns of an expert's weight for about `tiles` tiles.
 inline int draw_columns(Random& random, int config, Activation activation, int tiles) {
   const bool swiglu = activation == Activation::kSwiglu;
@@ -279,18 +267,15 @@ void expect_layers(const std::vector<Choices>& calls, const std::vector<std::vec
           if (second) multiply(ranks[rank], rank, 1, row, expert, products[rank]);
         }
       }
-      if (first) {
-        expect_rows(ranks[rank].hidden, activated(hidden, sizes.n0, sizes.activation), dtype,
-                    name_of(call, rank, "hidden"));
-      }
-      if (second) {
-        expect_rows(ranks[rank].products, activated(products[rank], sizes.n1, Activation::kNone), dtype,
-                    name_of(call, rank, "products"));
-      }
+      const OfRank& found = ranks[rank];
+      if (first)
+        expect(found.hidden, activated(hidden, sizes.n0, sizes.activation), dtype,
+               name_of(call, rank, "hidden"));
+      if (second) expect(found.products, products[rank], dtype, name_of(call, rank, "products"));
     }
     for (int rank = 0; second && rank < ranks.size(); ++rank) {
-      expect_rows(ranks[rank].out, sums_of_tokens(ranks, choices, rank, products, sizes.n1, dtype), dtype,
-                  name_of(call, rank, "out"));
+      expect(ranks[rank].out, sums_of_tokens(ranks, choices, rank, products, sizes.n1, dtype), dtype,
+             name_of(call, rank, "out"));
     }
   }
 }

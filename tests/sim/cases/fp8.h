@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "case.h"
-#include "operators.h"
 
 namespace cases {
 

@@ -1,7 +1,6 @@
 // The plain GEMM of fp8 operands: ordinary tiles, split K, swap-AB; and that sums are promoted. Quantisation.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/swap_ab.h"
 
 namespace cases {
 namespace {
@@ -12,17 +11,10 @@ struct Shape {
   int m, n, k;
 };
 
-void start(uint64_t seed, int resident) {
-  sim::MachineConfig machine;
-  machine.resident = resident;
-  machine.policy = sim::policy_of(seed);
-  sim::reset_machine(machine);
-}
-
 // Two calls behind each other on one stream, with other rows of x and their scales.
 void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, int num_sms, int resident,
          const std::string& name) {
-  start(seed, resident);
+  sim::reset_machine(machine_of(seed, resident));
   const ScaleKinds kinds = draw_kinds(random, promotes && random.below(3) > 0);
   if (kinds.blocks()) shape.k = ceil_div(shape.k, kScaleBlock) * kScaleBlock;
   const DType x_dtype = promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3;
@@ -32,11 +24,8 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
   const DType dtype = seed % 4 == 2 ? DType::kFloat32 : drawn;
   const bool with_bias = random.below(2) == 0, fast = !promotes || (!kinds.blocks() && random.below(2) == 0);
   describe(name, ", ", shape.m, " x ", shape.n, " x ", shape.k, ", ", kinds.name(),
-           x_dtype == DType::kE5M2 ? "e5m2, " : "",
-           dtype == DType::kFloat16   ? "fp16"
-           : dtype == DType::kFloat32 ? "fp32"
-                                      : "bf16",
-           with_bias ? ", bias" : "", fast ? ", fast, " : ", ", num_sms, " SMs, ", resident, " resident");
+           x_dtype == DType::kE5M2 ? "x of e5m2" : "x of e4m3", name_of(dtype), with_bias ? ", bias" : "",
+           fast ? ", fast, " : ", ", num_sms, " SMs, ", resident, " resident");
 
   const auto weight =
       Fp8Values(0, "weight", shape.n, shape.k, random.below(2) * 16).fill(random, DType::kE4M3);
@@ -58,11 +47,10 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
     // Offsets of the last rows in fp32 need 64 bits.
     const bool far = dtype == DType::kFloat32 && shape.m > 2;
     sums.emplace_back(0, "out", shape.m, shape.n, far ? (1 << 30) / (shape.m - 1) / 4 * 8 + 8 : padding);
-    flux::gemm::gemm(gemm_args(xs.back().matrix(), weight.matrix(),
-                               /*transpose_weight=*/false,
-                               dtype == DType::kFloat32 ? sums.back().matrix() : outs.back().matrix(),
-                               with_bias ? bias_data : nullptr, dtype, config, num_sms,
-                               scales_of(x_scales.back(), weight_scales, x_dtype, fast)),
+    flux::gemm::gemm({xs.back().matrix(), weight.matrix(), /*transpose_weight=*/false,
+                      dtype == DType::kFloat32 ? sums.back().matrix() : outs.back().matrix(),
+                      with_bias ? bias_data : nullptr, dtype, config, num_sms,
+                      scales_of(x_scales.back(), weight_scales, x_dtype, fast)},
                      nullptr);
   }
   cudaDeviceSynchronize();
@@ -147,7 +135,7 @@ void promotion(uint64_t seed) {
   const int zeros = !swaps && !blocks && flux::gemm::promotes_pairs(flux::gemm::kTileConfigs[config]) ? 1 : 0;
   const int ones = random.between(1, 4), k_blocks = ones + 2 * zeros + 2, m = random.between(1, 40),
             n = 8 * random.between(1, 20);
-  start(seed, 8);
+  sim::reset_machine(machine_of(seed, 8));
   describe("tile ", config, fast ? ", fast" : "", blocks ? ", block scales, " : ", ", m, " x ", n, ", ", ones,
            " ones");
   const int k = k_blocks * kScaleBlock;
@@ -191,7 +179,7 @@ void quantize(uint64_t seed) {
   const int matrices = random.between(1, 3),
             height = random.one_of({1, 3, random.between(4, 40), random.between(120, 140)});
   const int rows = matrices * height, columns = 8 * random.between(1, random.below(3) == 0 ? 300 : 40);
-  start(seed, random.one_of({1, 2, 8}));
+  sim::reset_machine(machine_of(seed, random.one_of({1, 2, 8})));
   std::vector<Values> xs;
   std::vector<QuantizedValues> results;
   describe(matrices, " x ", height, " x ", columns);

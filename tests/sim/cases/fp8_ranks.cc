@@ -3,8 +3,6 @@
 
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm_rs/plan.h"
-#include "operators.h"
 #include "ranks.h"
 
 namespace cases {
@@ -53,8 +51,15 @@ struct Product {
   Sums of(int call) const { return multiply(xs[call], x_scales[call], weight, weight_scales); }
   flux::gemm::GemmArgs args(const Problem& problem, int call, const flux::runtime::Matrix& out, DType dtype,
                             const void* bias_data, int config, int num_sms) const {
-    return gemm_args(xs[call].matrix(), weight.matrix(), false, out, bias_data, dtype, config, num_sms,
-                     scales_of(x_scales[call], weight_scales, problem.x_dtype, problem.fast));
+    return {xs[call].matrix(),
+            weight.matrix(),
+            false,
+            out,
+            bias_data,
+            dtype,
+            config,
+            num_sms,
+            scales_of(x_scales[call], weight_scales, problem.x_dtype, problem.fast)};
   }
 };
 
@@ -89,11 +94,7 @@ void gemm_rs(uint64_t seed) {
     cudaSetDevice(rank);
     const Product& product = products[rank];
     for (int call = 0; call < kCalls; ++call) {
-      flux::gemm_rs::Transport transport = {};
-      if (copied) {
-        transport = {static_cast<uint32_t>(call + 1), chunks,
-                     allocate<char>(layout.slot_bytes(), rank, "staging")};
-      }
+      const auto transport = transport_of(layout, rank, copied ? call + 1 : 0, chunks);
       const auto out = outs[rank][call].matrix();
       flux::gemm_rs::gemm_rs(product.args(problem, call, out, problem.dtype, product.bias.data,
                                           pack(config, cluster, 1), num_sms),
@@ -200,9 +201,8 @@ void ag_gemm(uint64_t seed) {
       for (int i = 0; i < num_weights; ++i) {
         const Product& own = i > 0 ? others[rank] : products[rank];
         Sums expected;
-        for (const Product& each : products) {
+        for (const Product& each : products)
           append(expected, multiply(each.xs[call], each.x_scales[call], own.weight, own.weight_scales));
-        }
         add(expected, products[rank].bias.values);
         const size_t index = call * num_weights + i;
         if (wide) {

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "cuda_runtime_api.h"
-#include "operators.h"
 #include "ranks.h"
 
 namespace cases {
@@ -37,8 +36,7 @@ struct Rank {
   Rank(Random& random, int rank, int world_size, int rows, int k, DType dtype)
       : garbage(rank, "garbage", rows, k) {
     for (int call = 0; call < kCalls; ++call) {
-      xs.emplace_back(rank, "x", rows, k);
-      xs.back().fill(random, dtype, 2);
+      xs.emplace_back(rank, "x", rows, k).fill(random, dtype, 2);
       gathered.emplace_back(rank, "gathered", rows * world_size, k);
     }
   }
@@ -56,9 +54,7 @@ std::vector<Rank> make_ranks(Random& random, int world_size, int rows, int k, DT
 
 void expect_gathered(const std::vector<Rank>& ranks, int call, DType dtype) {
   Sums all;
-  for (const Rank& each : ranks) {
-    append(all, each.xs[call].values);
-  }
+  for (const Rank& each : ranks) append(all, each.xs[call].values);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     expect(ranks[rank].gathered[call], all, dtype, name_of(call, static_cast<int>(rank), "gathered"));
   }
@@ -114,9 +110,7 @@ struct Columns {
 
   void check(const std::vector<Rank>& ranks, int call, bool transposed, DType dtype, int rank) const {
     Sums expected;
-    for (const Rank& each : ranks) {
-      append(expected, multiply(each.xs[call], weight, transposed));
-    }
+    for (const Rank& each : ranks) append(expected, multiply(each.xs[call], weight, transposed));
     add(expected, bias.values);
     expect(outs[call], expected, dtype, name_of(call, rank, "out"));
   }
@@ -161,10 +155,10 @@ void ag_gemm(uint64_t seed) {
       const auto x = mine.xs[call].matrix();
       bool reuse = false;
       for (const Columns& each : columns[rank]) {
-        const flux::gemm::GemmArgs args =
-            gemm_args(x, each.weight.matrix(), transposed, each.outs[call].matrix(), each.bias.data, dtype,
-                      packed, num_sms);
-        flux::ag_gemm::ag_gemm(args, symm, way.of_call(call), reuse, nullptr);
+        const auto out = each.outs[call].matrix();
+        flux::ag_gemm::ag_gemm(
+            {x, each.weight.matrix(), transposed, out, each.bias.data, dtype, packed, num_sms}, symm,
+            way.of_call(call), reuse, nullptr);
         reuse = true;
       }
       if (collects) {
@@ -178,9 +172,7 @@ void ag_gemm(uint64_t seed) {
   region.expect_done(kCalls);
   for (int call = 0; call < kCalls; ++call) {
     for (int rank = 0; rank < world_size; ++rank) {
-      for (const Columns& each : columns[rank]) {
-        each.check(ranks, call, transposed, dtype, rank);
-      }
+      for (const Columns& each : columns[rank]) each.check(ranks, call, transposed, dtype, rank);
     }
     if (collects) expect_gathered(ranks, call, dtype);
   }

@@ -1,9 +1,6 @@
 // The plain GEMM through its host function: ordinary tiles, pairs, split K, swap-AB.
-#include "case.h"
 #include "cuda_runtime_api.h"
 #include "experts.h"
-#include "gemm/swap_ab.h"
-#include "operators.h"
 
 namespace cases {
 namespace {
@@ -19,10 +16,7 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
          const std::string& name, bool swiglu = false) {
   const auto dtype = draw_dtype(random);
   const bool with_bias = random.below(2) == 0 && !swiglu;
-  sim::MachineConfig machine;
-  machine.resident = resident;
-  machine.policy = sim::policy_of(seed);
-  sim::reset_machine(machine);
+  sim::reset_machine(machine_of(seed, resident));
   const bool chained = random.below(3) == 0 && shape.n >= shape.least_k && !swiglu;
   const bool weight_is_constant = random.below(2) == 0;
   if (chained) shape.k = shape.n;
@@ -42,13 +36,12 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
     if (chained && call == 1) {
       xs.push_back(outs.back());
     } else {
-      xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8);
-      xs.back().fill(random, dtype);
+      xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8).fill(random, dtype);
     }
     outs.emplace_back(0, "out", shape.m, swiglu ? shape.n / 2 : shape.n, swiglu ? 0 : random.below(2) * 8);
-    flux::gemm::GemmArgs args =
-        gemm_args(xs.back().matrix(), weight.matrix(), transposed, outs.back().matrix(),
-                  with_bias ? bias.data : nullptr, dtype, config, num_sms);
+    const void* const bias_data = with_bias ? bias.data : nullptr;
+    flux::gemm::GemmArgs args = {xs.back().matrix(), weight.matrix(), transposed, outs.back().matrix(),
+                                 bias_data,          dtype,           config,     num_sms};
     args.weight_is_constant = weight_is_constant;
     args.swiglu = swiglu;
     // As calls that are repeated: the second one takes the tensor maps of the first, with other addresses.
@@ -61,8 +54,7 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
     if (with_bias) add(expected, bias.values);
     const std::string out_name = call == 0 ? "out" : "second out";
     if (swiglu) {  // of rounded products, as behind a GEMM
-      expect_rows(outs[call], activated(rounded(expected, dtype), shape.n, Activation::kSwiglu), dtype,
-                  out_name);
+      expect(outs[call], activated(rounded(expected, dtype), shape.n, Activation::kSwiglu), dtype, out_name);
       continue;
     }
     expect(outs[call], expected, dtype, out_name);

@@ -8,8 +8,8 @@
 namespace cases {
 namespace {
 
-constexpr int kSets =
-    4;  // of operands; the calls of graphs come after them, and read copies of these operands
+// Of operands. The calls of graphs come after them, and read copies of these operands.
+constexpr int kSets = 4;
 
 // The calls of a graph on each rank.
 struct Captured {
@@ -114,7 +114,7 @@ void graphs(uint64_t seed) {
   cudaDeviceSynchronize();
   region.expect_done(epochs);
   copies.expect_no_timeout();
-  for (const Output& output : found) expect_right(output, setup.dtype, output.values, /*may_fail=*/false);
+  for (const Output& output : found) expect(output.values, output.right, setup.dtype, output.name);
 }
 
 }  // namespace cases

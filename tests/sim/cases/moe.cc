@@ -93,8 +93,7 @@ void grouped_gemm(uint64_t seed) {
            ", ", num_sms, " SMs, ", sim::machine.config.resident, " resident");
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
-    xs.emplace_back(0, "x", sorted.m, k, 0, sorted.before);
-    xs.back().fill(random, dtype, 1);
+    xs.emplace_back(0, "x", sorted.m, k, 0, sorted.before).fill(random, dtype, 1);
     outs.emplace_back(0, "out", std::max(1, sorted.room), swiglu ? n / 2 : n);
     flux::moe::GroupedGemmArgs args = {};
     sorted.give(args);
@@ -111,7 +110,7 @@ void grouped_gemm(uint64_t seed) {
   for (size_t call = 0; call < 2; ++call) {
     Sums sums;
     sorted.for_each([&](int expert, int row) { weight.multiply_row(row_of(xs[call], row), expert, sums); });
-    expect_rows(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+    expect(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
 
@@ -144,7 +143,7 @@ void combine(uint64_t seed) {
       expected.push_back(sum);
     }
   }
-  expect_rows(out, expected, dtype, "out");
+  expect(out, expected, dtype, "out");
 }
 
 // Fails unless rows are these after one rounding, where fast functions are off by less, and all others are untouched.
@@ -248,9 +247,9 @@ void expert_rows(uint64_t seed) {
     if (gated) slopes.insert(slopes.end(), of_ups.begin(), of_ups.end());
     sums.push_back(sum);
   }
-  expect_rows(gathered, of_gather, dtype, "gathered");
+  expect(gathered, of_gather, dtype, "gathered");
   of_finish.resize(count * n);
-  expect_rows(finished, of_finish, dtype, "finished");
+  expect(finished, of_finish, dtype, "finished");
   sums.resize(count);
   sums.push_back(77);
   for (size_t row = 0; row < sums.size(); ++row) {

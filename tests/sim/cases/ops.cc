@@ -3,9 +3,6 @@
 #include <algorithm>
 
 #include "cuda_runtime_api.h"
-#include "gemm/swap_ab.h"
-#include "gemm_rs/plan.h"
-#include "operators.h"
 #include "routing.h"
 
 namespace cases {
@@ -45,9 +42,7 @@ Matrices add_outputs(const Setup& setup, Op& op, const char* name, int rows, int
 
 Sums stacked(const std::vector<Values>& parts, const std::function<Sums(const Values&)>& of) {
   Sums all;
-  for (const Values& part : parts) {
-    append(all, of(part));
-  }
+  for (const Values& part : parts) append(all, of(part));
   return all;
 }
 
@@ -91,8 +86,14 @@ struct Products {
     return all;
   }
   flux::gemm::GemmArgs args(int call, int rank, const Values& out, DType dtype, int config) {
-    return gemm_args(at(xs, call, rank).matrix(), weights[rank].matrix(), transposed, out.matrix(), nullptr,
-                     dtype, config, 4);
+    return {at(xs, call, rank).matrix(),
+            weights[rank].matrix(),
+            transposed,
+            out.matrix(),
+            nullptr,
+            dtype,
+            config,
+            4};
   }
 };
 
@@ -138,12 +139,8 @@ Op gemm_rs(const Setup& setup) {
   const int config = pack(id, Cluster::kNone, 1);
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm,
                                         uint32_t copy_epoch) mutable {
-    flux::gemm_rs::Transport transport = {};
-    if (copy_epoch > 0) {
-      transport = {copy_epoch, 1, allocate<char>(layout.slot_bytes(), rank, "staging")};
-    }
-    flux::gemm_rs::gemm_rs(products.args(call, rank, at(outs, call, rank), dtype, config), symm, transport,
-                           /*rounds_own=*/false, nullptr);
+    flux::gemm_rs::gemm_rs(products.args(call, rank, at(outs, call, rank), dtype, config), symm,
+                           transport_of(layout, rank, copy_epoch, 1), /*rounds_own=*/false, nullptr);
   };
   return op;
 }
@@ -282,20 +279,5 @@ Op route(const Setup& setup) {
 
 const std::vector<MakeOp> kOps = {all_gather, ag_gemm, gemm_rs, all_reduce, gemm_ar, layers};
 const MakeOp kRoute = route;
-
-void expect_right(const Output& output, DType dtype, const Values& found, bool may_fail) {
-  for (size_t i = 0; i < found.rows * found.columns; ++i) {
-    const uint16_t bits = found.data[i];
-    const float value = widened(bits, dtype);
-    if (i >= output.right.size() ? bits == Values::kUntouched : value == rounded_to(output.right[i], dtype)) {
-      continue;
-    }
-    if (i < output.right.size() && may_fail && value != value && bits != Values::kUntouched) continue;
-    wrong(output.name, "[", i / found.columns, "][", i % found.columns, "] is ",
-          bits == Values::kUntouched ? "left alone" : std::to_string(value), ", and not ",
-          i < output.right.size() ? std::to_string(output.right[i]) : "left alone",
-          may_fail ? " or NaN" : "; no timeout was recorded");
-  }
-}
 
 }  // namespace cases

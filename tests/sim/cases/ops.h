@@ -17,9 +17,7 @@ struct Setup {
   bool transposed = false;
 
   Values filled(int rank, const char* name, int rows, int columns, int most = 1) const {
-    Values values(rank, name, rows, columns);
-    values.fill(random, dtype, most);
-    return values;
+    return Values(rank, name, rows, columns).fill(random, dtype, most);
   }
 };
 
@@ -55,9 +53,6 @@ using MakeOp = Op (*)(const Setup& setup);
 // Layers have routings that the host has computed; route is the exchange of choices, of which nothing is compared.
 extern const std::vector<MakeOp> kOps;
 extern const MakeOp kRoute;
-
-// Reports an element that is not right; `may_fail`: nor NaN. What no result covers must have been left alone.
-void expect_right(const Output& output, DType dtype, const Values& found, bool may_fail);
 
 void graphs(uint64_t seed);  // graphs.cc
 

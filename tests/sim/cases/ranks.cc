@@ -7,9 +7,6 @@
 #include "cuda_runtime_api.h"
 #include "fp8.h"
 #include "gemm/finish.cuh"
-#include "gemm/swap_ab.h"
-#include "gemm_rs/plan.h"
-#include "operators.h"
 
 namespace cases {
 namespace {
@@ -28,8 +25,7 @@ struct Product {
     weight.fill(random, dtype, 1);
     bias.fill(random, dtype);
     for (int call = 0; call < kCalls; ++call) {
-      xs.emplace_back(rank, "x", m, k);
-      xs.back().fill(random, dtype, largest);
+      xs.emplace_back(rank, "x", m, k).fill(random, dtype, largest);
     }
   }
 };
@@ -80,14 +76,15 @@ void gemm_rs(uint64_t seed, bool freezes) {
     cudaSetDevice(rank);
     Product& product = products[rank];
     for (int call = 0; call < kCalls; ++call) {
-      flux::gemm_rs::Transport transport = {};
-      if (copied) {
-        transport = {static_cast<uint32_t>(call + 1), chunks,
-                     allocate<char>(layout.slot_bytes(), rank, "staging")};
-      }
-      const flux::gemm::GemmArgs args =
-          gemm_args(product.xs[call].matrix(), product.weight.matrix(), transposed, outs[rank][call].matrix(),
-                    product.bias.data, dtype, pack(config, cluster, 1), num_sms);
+      const auto transport = transport_of(layout, rank, copied ? call + 1 : 0, chunks);
+      const flux::gemm::GemmArgs args = {product.xs[call].matrix(),
+                                         product.weight.matrix(),
+                                         transposed,
+                                         outs[rank][call].matrix(),
+                                         product.bias.data,
+                                         dtype,
+                                         pack(config, cluster, 1),
+                                         num_sms};
       flux::gemm_rs::gemm_rs(args, ranks.symm[rank], transport, rounds_own, nullptr);
     }
   }
@@ -136,9 +133,8 @@ void overlap(uint64_t seed) {
     }
   }
   cudaDeviceSynchronize();
-  for (const auto& each : ranks.symm) {
-    if (each.error->code != 0) return;
-  }
+  const auto failed = [](const auto& each) { return each.error->code != 0; };
+  if (std::ranges::any_of(ranks.symm, failed)) return;
   ranks.expect_rest(2);
   for (const Values& out : outs) expect(out, sum, dtype, "out");
 }
@@ -174,8 +170,7 @@ void all_reduce(uint64_t seed) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
       std::vector<Values>&x_of = xs[rank], &out_of = outs[rank];
-      Values& x = x_of.emplace_back(rank, "x", m, n);
-      x.fill(random, dtype, 8);
+      Values& x = x_of.emplace_back(rank, "x", m, n).fill(random, dtype, 8);
       if (chained && call > 0) x.data = out_of.back().data;
       Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", scatters ? rows : m, n));
       Values& norm = normed[rank].emplace_back(rank, "norm", m, n);
@@ -259,8 +254,14 @@ void gemm_ar(uint64_t seed) {
     for (int call = 0; call < kCalls; ++call) {
       Values& out = outs[rank].emplace_back(rank, "out", m, n);
       Values& sum = sums[rank].emplace_back(rank, "sum", m, n);
-      flux::gemm::GemmArgs args = gemm_args(product.xs[call].matrix(), product.weight.matrix(), transposed,
-                                            out.matrix(), bias.data, dtype, config, num_sms);
+      flux::gemm::GemmArgs args = {product.xs[call].matrix(),
+                                   product.weight.matrix(),
+                                   transposed,
+                                   out.matrix(),
+                                   bias.data,
+                                   dtype,
+                                   config,
+                                   num_sms};
       args.weight_is_constant = ends.below(2) == 0;
       if (in_place) {
         std::copy(residual.data, residual.data + int64_t{m} * n, out.data);
@@ -309,8 +310,7 @@ void add_norm(uint64_t seed) {
   std::vector<Values> residuals, outs;
   std::vector<Sums> sums;
   for (int call = 0; call < 2; ++call) {
-    Values& residual = residuals.emplace_back(0, "residual", m, n);
-    residual.fill(random, dtype);
+    const Values& residual = residuals.emplace_back(0, "residual", m, n).fill(random, dtype);
     add(expected, residual.values);
     sums.push_back(expected);
     Values& out = outs.emplace_back(0, "norm", m, n);
@@ -340,8 +340,7 @@ void norm_bits(uint64_t seed) {
   ones.fill(random, dtype, 0);
   for (int i = 0; i < n; ++i) ones.data[i] = rounded(1, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
-    Values& x = xs.emplace_back(rank, "x", most, k);
-    x.fill(random, dtype, 4);
+    Values& x = xs.emplace_back(rank, "x", most, k).fill(random, dtype, 4);
     for (int i = k; i < most * k; ++i) x.data[i] = x.data[i % k];
     weights.emplace_back(rank, "weight", n, k).fill(random, dtype, 4);
     for (const int m : calls_rows) {

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "ag_gemm/plan.h"
 #include "case.h"
+#include "gemm_rs/plan.h"
 #include "runtime/symm_buffer.h"
 
 namespace cases {
@@ -15,14 +17,11 @@ namespace cases {
 // `freezes`: some rank stands still, from some moment on, until the deadlines of the others have passed.
 inline void start(uint64_t seed, int world_size, int resident, Random& random, int cluster = 0,
                   int late_rank = -1, bool freezes = false) {
-  sim::MachineConfig machine;
-  machine.devices = world_size;
-  machine.resident = resident;
+  sim::MachineConfig machine = machine_of(seed, resident, world_size);
   if (cluster > 0 && random.below(3) == 0) {
     machine.occupied = random.below(resident - cluster + 1);
     machine.occupied_until = random.below(world_size);
   }
-  machine.policy = sim::policy_of(seed);
   machine.late_rank = late_rank >= 0 || random.below(3) != 0 ? late_rank : random.below(world_size);
   if (freezes) {
     machine.frozen_rank = random.below(world_size);
@@ -58,6 +57,13 @@ inline Sizes exchange_sizes(int m, int n, int world_size, flux::runtime::Exchang
   const int whole =
       (m + world_size - 1) / world_size * world_size;  // in two launches, ranks share whole rows
   return {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096};
+}
+
+// How gemm_rs sends its tiles: copy engines do, in chunks, if the epoch is not 0.
+inline flux::gemm_rs::Transport transport_of(const flux::gemm_rs::Layout& layout, int rank,
+                                             uint32_t copy_epoch, int chunks) {
+  if (copy_epoch == 0) return {};
+  return {copy_epoch, chunks, allocate<char>(layout.slot_bytes(), rank, "staging")};
 }
 
 // A rank's rows of the sum of parts: what is sent is rounded, and what stays only if `rounds_own`.
@@ -128,11 +134,6 @@ struct Ranks {
     expect_rest(calls);
   }
 
-  // Waits give up soon: each step of time wakes every thread that polls.
-  void wait_at_most(uint64_t nanoseconds) {
-    for (auto& mine : symm) mine.timeout_ns = nanoseconds;
-  }
-
   // Between calls every word of the exchange buffers is absent, and every counter is zero.
   void expect_rest(uint32_t calls) const {
     for (const auto& mine : symm) {
@@ -157,6 +158,7 @@ constexpr float kEps = 0.5f;  // of every RMSNorm
 
 // The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
 inline void expect_norm(const Values& out, const Sums& sum, const Values& weight, DType dtype) {
+  std::vector<float> expected;
   for (int row = 0; row < out.rows; ++row) {
     float squares = 0.0f;
     const int* const values = &sum[row * out.columns];
@@ -165,12 +167,10 @@ inline void expect_norm(const Values& out, const Sums& sum, const Values& weight
     const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + kEps);
     for (int column = 0; column < out.columns; ++column) {
       const float weighted = scale * static_cast<float>(weight.values[column]);
-      const uint16_t right = rounded(element(column) * weighted, dtype);
-      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
-      if (found == right || widened(found, dtype) == widened(right, dtype)) continue;
-      wrong("norm[", row, "][", column, "] is ", widened(found, dtype), ", and not ", widened(right, dtype));
+      expected.push_back(element(column) * weighted);
     }
   }
+  expect(out, expected, dtype, "norm");
 }
 
 }  // namespace cases

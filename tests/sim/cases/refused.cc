@@ -2,8 +2,6 @@
 // that is not possible.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
-#include "gemm/swap_ab.h"
-#include "gemm_rs/plan.h"
 #include "moe/moe.h"
 #include "ranks.h"
 
@@ -27,8 +25,7 @@ struct Operands {
   }
   flux::gemm::Scales scales() const { return scales_of(x_scales, weight_scales, DType::kE4M3, false); }
   flux::gemm::GemmArgs args(int config) const {
-    return gemm_args(x.matrix(), weight.matrix(), false, out.matrix(), nullptr, DType::kFloat32, config, 8,
-                     scales());
+    return {x.matrix(), weight.matrix(), false, out.matrix(), nullptr, DType::kFloat32, config, 8, scales()};
   }
 };
 

@@ -7,15 +7,10 @@
 namespace sim {
 namespace {
 
-std::string describe(const NamedBarrier& barrier, const char* name) {
-  return std::string(name) + " (" + std::to_string(barrier.arrived) + " of " +
-         std::to_string(barrier.expected) + " threads have arrived)";
-}
-
 std::string describe(const MBarrier& barrier, uint32_t address, uint32_t parity) {
-  return "phase " + std::to_string(parity) + " of mbarrier " + std::to_string(address) + " (in phase " +
-         std::to_string(barrier.phase & 1) + ", arrivals missing " + std::to_string(barrier.pending) +
-         " of " + std::to_string(barrier.count) + ", bytes missing " + std::to_string(barrier.bytes) + ")";
+  return text("phase ", parity, " of mbarrier ", address, " (in phase ", barrier.phase & 1,
+              ", arrivals missing ", barrier.pending, " of ", barrier.count, ", bytes missing ",
+              barrier.bytes, ")");
 }
 
 void complete(NamedBarrier& barrier) {
@@ -32,11 +27,8 @@ void complete(NamedBarrier& barrier) {
 // Whether the phase is over; then the next one begins.
 void settle(MBarrier& barrier, const Where& where) {
   if (barrier.pending > 0) return;
-  if (barrier.bytes < 0) {
-    report("more bytes have arrived on an mbarrier than were expected: " + std::to_string(-barrier.bytes) +
-               " too many",
-           machine.running, &where);
-  }
+  if (barrier.bytes < 0)
+    fail(where, "more bytes have arrived on an mbarrier than were expected: ", -barrier.bytes, " too many");
   if (barrier.bytes > 0) return;
   barrier.pending = static_cast<int32_t>(barrier.count);
   barrier.told = barrier.gathering.told();
@@ -48,9 +40,7 @@ void settle(MBarrier& barrier, const Where& where) {
 bool meet(NamedBarrier& barrier, int threads, bool condition, bool waits, const char* name,
           const Where& where, bool orders = true) {
   if (barrier.expected >= 0 && barrier.expected != threads) {
-    report(std::string("threads disagree on how many meet at ") + name + ": " +
-               std::to_string(barrier.expected) + " and " + std::to_string(threads),
-           machine.running, &where);
+    fail(where, "threads disagree on how many meet at ", name, ": ", barrier.expected, " and ", threads);
   }
   barrier.expected = threads;
   barrier.all &= condition;
@@ -64,7 +54,9 @@ bool meet(NamedBarrier& barrier, int threads, bool condition, bool waits, const 
   if (++barrier.arrived >= threads) complete(barrier);
   if (!waits) return true;
   while (barrier.generation == generation) {
-    wait_on(barrier.queue, where, [&barrier, name] { return describe(barrier, name); });
+    wait_on(barrier.queue, where, [&barrier, name] {
+      return text(name, " (", barrier.arrived, " of ", barrier.expected, " threads have arrived)");
+    });
   }
   learn(clock, barrier.told);
   return barrier.last_all;
@@ -90,22 +82,20 @@ Past issue_past() {
 void cta_barrier(int id, int threads, bool waits, const Where& where) {
   maybe_preempt();
   Cta& cta = here();
-  if (id < 0 || id > 15) report("no such named barrier", &self(), &where);
+  if (id < 0 || id > 15) fail(where, "no such named barrier");
   const bool everybody = threads == 0;
-  if (!everybody && (threads % 32 != 0 || threads > static_cast<int>(cta.fibers.size()))) {
-    report("a named barrier counts whole warps of the CTA, and not " + std::to_string(threads) + " threads",
-           &self(), &where);
-  }
+  if (!everybody && (threads % 32 != 0 || threads > static_cast<int>(cta.fibers.size())))
+    fail(where, "a named barrier counts whole warps of the CTA, and not ", threads, " threads");
   meet(cta.named[id], everybody ? cta.live : threads, true, waits,
        everybody ? "__syncthreads" : "a named barrier", where);
 }
 
-bool cta_barrier_and(int id, int threads, bool condition, const Where& where) {
+bool named_barrier_and(int id, int threads, bool condition, const Where& where) {
   maybe_preempt();
   return meet(here().named[id], threads, condition, /*waits=*/true, "a named barrier", where);
 }
 
-void cluster_barrier(const Where& where) {
+void cluster_sync_relaxed(const Where& where) {
   maybe_preempt();
   Cta& cta = here();
   int threads = 0;
@@ -116,8 +106,7 @@ void cluster_barrier(const Where& where) {
 void grid_barrier(const Where& where) {
   maybe_preempt();
   Launch& launch = *here().launch;
-  if (!launch.config.cooperative)
-    report("a grid barrier in a launch that is not cooperative", &self(), &where);
+  if (!launch.config.cooperative) fail(where, "a grid barrier in a launch that is not cooperative");
   flush_stores(here());
   const int threads = launch.total() * static_cast<int>(launch.config.block.x);
   meet(launch.grid_barrier, threads, true, /*waits=*/true, "the grid barrier", where);
@@ -140,10 +129,9 @@ void leave_barriers(Cta& cta) {
 void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where, bool orders) {
   Cta& cta = here();
   const int thread = self().thread, lane = thread % 32;
-  WarpMeeting& meeting = cta.warps[static_cast<size_t>(thread / 32)];
-  if ((mask >> lane & 1) == 0) report("a lane meets its warp under a mask without it", &self(), &where);
-  if (meeting.arrived != 0 && meeting.mask != mask)
-    report("lanes of a warp disagree on the mask", &self(), &where);
+  WarpMeeting& meeting = cta.warps[thread / 32];
+  if ((mask >> lane & 1) == 0) fail(where, "a lane meets its warp under a mask without it");
+  if (meeting.arrived != 0 && meeting.mask != mask) fail(where, "lanes of a warp disagree on the mask");
   meeting.mask = mask;
   meeting.arrived |= 1u << lane;
   meeting.values[lane] = value;
@@ -186,25 +174,20 @@ uint32_t cluster_num_ctas() { return static_cast<uint32_t>(here().launch->config
 Cta& cta_of_cluster(int rank, const Where& where) {
   Cta& cta = here();
   if (rank == kThisCta) return cta;
-  if (rank >= static_cast<int>(cta.cluster->ctas.size()))
-    report("no such CTA in the cluster", &self(), &where);
-  Cta* const other = cta.cluster->ctas[static_cast<size_t>(rank)];
-  if (other == nullptr) report("access to a CTA of the cluster that has exited", &self(), &where);
+  if (rank >= static_cast<int>(cta.cluster->ctas.size())) fail(where, "no such CTA in the cluster");
+  Cta* const other = cta.cluster->ctas[rank];
+  if (other == nullptr) fail(where, "access to a CTA of the cluster that has exited");
   return *other;
 }
 
 void set_registers(int count, bool grows, const Where& where) {
   Cta& cta = here();
   Fiber& fiber = self();
-  if (grows ? count < fiber.registers : count > fiber.registers) {
-    report("setmaxnreg from " + std::to_string(fiber.registers) + " to " + std::to_string(count), &fiber,
-           &where);
-  }
+  if (grows ? count < fiber.registers : count > fiber.registers)
+    fail(where, "setmaxnreg from ", fiber.registers, " to ", count);
   while (count - fiber.registers > cta.free_registers) {
-    wait_on(cta.registers_freed, where, [&cta, count] {
-      return std::to_string(count) + " registers; the CTA has " + std::to_string(cta.free_registers) +
-             " left";
-    });
+    wait_on(cta.registers_freed, where,
+            [&cta, count] { return text(count, " registers; the CTA has ", cta.free_registers, " left"); });
   }
   cta.free_registers -= count - fiber.registers;
   fiber.registers = count;
@@ -216,10 +199,8 @@ void set_registers(int count, bool grows, const Where& where) {
 MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where) {
   checked(cta, bar, 8, "mbarrier access", where);
   const auto found = cta.mbarriers.find(bar);
-  if (found == cta.mbarriers.end()) {
-    report("use of an mbarrier that was not initialised, at shared address " + std::to_string(bar),
-           machine.running, &where);
-  }
+  if (found == cta.mbarriers.end())
+    fail(where, "use of an mbarrier that was not initialised, at shared address ", bar);
   return found->second;
 }
 
@@ -227,11 +208,8 @@ MBarrier& known_barrier(Cta& cta, uint32_t bar, const Where& where) {
   MBarrier& barrier = barrier_at(cta, bar, where);
   const Clock& clock = self().clock;
   const bool own = barrier.initialised.actor() == clock.actor && barrier.initialised.slot() == clock.thread;
-  if (!own && !covers(clock.known, barrier.initialised) && machine.config.reports_races) {
-    report("use of an mbarrier whose initialisation nothing orders before, at shared address " +
-               std::to_string(bar),
-           &self(), &where);
-  }
+  if (!own && !covers(clock.known, barrier.initialised) && machine.config.reports_races)
+    fail(where, "use of an mbarrier whose initialisation nothing orders before, at shared address ", bar);
   return barrier;
 }
 
@@ -244,8 +222,8 @@ void fence_mbarrier_init() {
 void mbarrier_init(uint32_t bar, uint32_t count, const Where& where) {
   Cta& cta = here();
   checked(cta, bar, 8, "mbarrier", where);
-  if (bar % 8 != 0 || count == 0) report("misaligned mbarrier, or one without arrivals", &self(), &where);
-  if (cta.mbarriers.contains(bar)) report("mbarrier initialised twice", &self(), &where);
+  if (bar % 8 != 0 || count == 0) fail(where, "misaligned mbarrier, or one without arrivals");
+  if (cta.mbarriers.contains(bar)) fail(where, "mbarrier initialised twice");
   MBarrier& barrier = cta.mbarriers[bar];
   barrier.count = count;
   barrier.pending = static_cast<int32_t>(count);
@@ -268,27 +246,26 @@ void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where) {
   settle(barrier, where);
 }
 
-void mbarrier_arrive(uint32_t bar, int rank, uint32_t expected_bytes, const Where& where) {
+void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, int rank, const Where& where) {
   maybe_preempt();
   Cta& cta = cta_of_cluster(rank, where);
   MBarrier& barrier = known_barrier(cta, bar, where);
   Clock& clock = self().clock;
   if (&cta == &here()) {
-    barrier.bytes += expected_bytes;
+    barrier.bytes += bytes;
     tell(barrier.gathering, clock);
     arrive(cta, bar, where);
     return;
   }
   // On its way to another CTA, which must not exit before it is there: a relaxed cluster barrier does not wait for it.
   ++cta.in_flight;
-  issue_arrival(barrier,
-                [&cta, &barrier, bar, expected_bytes, where, known = clock.known, stamp = clock.stamp()] {
-                  --cta.in_flight;
-                  barrier.bytes += expected_bytes;
-                  barrier.gathering.all = join(barrier.gathering.all, known);
-                  barrier.gathering.stamps.push_back(stamp);
-                  arrive(cta, bar, where);
-                });
+  issue_arrival(barrier, [&cta, &barrier, bar, bytes, where, known = clock.known, stamp = clock.stamp()] {
+    --cta.in_flight;
+    barrier.bytes += bytes;
+    barrier.gathering.all = join(barrier.gathering.all, known);
+    barrier.gathering.stamps.push_back(stamp);
+    arrive(cta, bar, where);
+  });
   ++clock.now;
 }
 
@@ -313,10 +290,8 @@ void mbarrier_wait(uint32_t bar, uint32_t parity, const Where& where) {
 
 void check_exit(Cta& cta) {
   for (const auto& [address, barrier] : cta.mbarriers) {
-    if (barrier.bytes != 0) {
-      report("the CTA exits with " + std::to_string(barrier.bytes) + " bytes missing on mbarrier " +
-             std::to_string(address));
-    }
+    if (barrier.bytes == 0) continue;
+    report(text("the CTA exits with ", barrier.bytes, " bytes missing on mbarrier ", address));
   }
 }
 

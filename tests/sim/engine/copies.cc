@@ -14,13 +14,12 @@ std::shared_ptr<CopyGroup>& open_group(std::shared_ptr<CopyGroup>& group) {
 }
 
 void aligned(uint64_t value, uint64_t to, const char* what, const Where& where) {
-  if (value % to != 0) report(std::string("misaligned ") + what, machine.running, &where);
+  if (value % to != 0) fail(where, "misaligned ", what);
 }
 
 // A box of an H100 begins at a multiple of 16 bytes within a row; elsewhere the instruction is illegal.
 void first_column(int column, const TensorMap& map, const Where& where) {
-  aligned(static_cast<uint64_t>(static_cast<int64_t>(column) * map.element_bytes), 16, "column of a TMA box",
-          where);
+  aligned(int64_t{column} * map.element_bytes, 16, "column of a TMA box", where);
 }
 
 // Counts an operation on the memory of a CTA, which must not exit before it.
@@ -71,7 +70,7 @@ Access completing_on(const char* what, const Cta& cta, const MBarrier& barrier, 
 void tma_load(const void* map_address, uint32_t dst, uint32_t bar, std::initializer_list<int> at,
               uint32_t ctas, const Where& where) {
   maybe_preempt();
-  const TensorMap map = tensor_map_at(map_address, static_cast<int>(at.size()), where);
+  const TensorMap map = tensor_map_at(map_address, at.size(), where);
   int place[3] = {};
   std::copy(at.begin(), at.end(), place);
   // The hardware would take 128 bytes, with a pattern that does not begin where the box does.
@@ -91,9 +90,9 @@ void tma_load(const void* map_address, uint32_t dst, uint32_t bar, std::initiali
         uint8_t piece[16] = {};
         if (address != nullptr) {
           check_global(address, bytes, "TMA load", where);
-          std::memcpy(piece, address, static_cast<size_t>(bytes));
+          std::memcpy(piece, address, bytes);
           // A box may hold rows that have not arrived, if nobody uses them: they are NaN.
-          if (!is_ordered(address, bytes, access)) std::memset(piece, 0xFF, static_cast<size_t>(bytes));
+          if (!is_ordered(address, bytes, access)) std::memset(piece, 0xFF, bytes);
         }
         const uint32_t at = map.swizzled(dst + static_cast<uint32_t>(offset));
         write_shared(to, at, 16, access);
@@ -144,7 +143,7 @@ static void copy_to_global(const void* map_address, uint32_t src, int x, int y, 
                            const Where& where) {
   maybe_preempt();
   const TensorMap map = tensor_map_at(map_address, 3, where);
-  if (adds && map.element_bytes != 4) report("a sum of elements that are not fp32", machine.running, &where);
+  if (adds && map.element_bytes != 4) fail(where, "a sum of elements that are not fp32");
   aligned(src, map.swizzle_bytes(), "source of a swizzled TMA store", where);
   first_column(x, map, where);
   checked(here(), src, map.box_bytes(), "TMA store", where);
@@ -170,20 +169,19 @@ static void copy_to_global(const void* map_address, uint32_t src, int x, int y, 
       for (const Piece& piece : pieces) {
         write_global(piece.to, piece.bytes, writes);
         float sums[4] = {}, terms[4];
-        if (adds) std::memcpy(sums, piece.to, static_cast<size_t>(piece.bytes));
-        std::memcpy(terms, piece.data, static_cast<size_t>(piece.bytes));
+        if (adds) std::memcpy(sums, piece.to, piece.bytes);
+        std::memcpy(terms, piece.data, piece.bytes);
         for (int i = 0; i < piece.bytes / 4; ++i) sums[i] += terms[i];
-        std::memcpy(piece.to, adds ? static_cast<const void*>(sums) : piece.data,
-                    static_cast<size_t>(piece.bytes));
+        std::memcpy(piece.to, adds ? static_cast<const void*>(sums) : piece.data, piece.bytes);
       }
     };
   });
 }
 
-void tma_store(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
+void tma_store_3d(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
   copy_to_global(map, src, x, y, z, /*adds=*/false, where);
 }
-void tma_add(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
+void tma_add_3d(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
   copy_to_global(map, src, x, y, z, /*adds=*/true, where);
 }
 
@@ -237,7 +235,7 @@ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
       });
 }
 
-void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where) {
+void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where) {
   maybe_preempt();
   Cta& to = cta_of_cluster(cta, where);
   checked(to, address, 4, "st.async", where);
@@ -249,7 +247,7 @@ void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const 
   });
 }
 
-void prefetch(const void* address, const Where& where) { check_global(address, 1, "prefetch", where); }
+void prefetch_line(const void* address, const Where& where) { check_global(address, 1, "prefetch", where); }
 
 void bulk_commit() {
   maybe_preempt();
@@ -258,18 +256,19 @@ void bulk_commit() {
   fiber.bulk_groups.push_back(std::move(fiber.open_bulk));
 }
 
+// Until no access of these is left in all groups but the last `pending`.
+static void wait_for(const std::vector<std::shared_ptr<CopyGroup>>& groups, int pending,
+                     int CopyGroup::* left, const char* what, const Where& where) {
+  for (int i = 0; i < static_cast<int>(groups.size()) - pending; ++i) {
+    while (groups[i].get()->*left > 0) wait_on(*self().copies_done, where, [what] { return what; });
+  }
+}
+
 void bulk_wait(int pending, bool reads_only, const Where& where) {
   maybe_preempt();
   Fiber& fiber = self();
-  const auto done = [&] {
-    const int count = static_cast<int>(fiber.bulk_groups.size()) - pending;
-    for (int i = 0; i < count; ++i) {
-      const CopyGroup& group = *fiber.bulk_groups[static_cast<size_t>(i)];
-      if ((reads_only ? group.reads : group.writes) > 0) return false;
-    }
-    return true;
-  };
-  while (!done()) wait_on(*fiber.copies_done, where, [] { return std::string("its bulk copies"); });
+  wait_for(fiber.bulk_groups, pending, reads_only ? &CopyGroup::reads : &CopyGroup::writes, "its bulk copies",
+           where);
   Clock& clock = fiber.clock;
   const uint32_t number = fiber.bulk_group - std::min(fiber.bulk_group, static_cast<uint32_t>(pending));
   if (number > 0 && fiber.bulk_reads_slot >= 0) {
@@ -286,8 +285,7 @@ void bulk_wait(int pending, bool reads_only, const Where& where) {
 
 void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Where& where) {
   maybe_preempt();
-  aligned(dst | reinterpret_cast<uintptr_t>(valid ? src : nullptr), static_cast<uint64_t>(bytes), "cp.async",
-          where);
+  aligned(dst | reinterpret_cast<uintptr_t>(valid ? src : nullptr), bytes, "cp.async", where);
   checked(here(), dst, bytes, "cp.async", where);
   if (valid) check_global(src, bytes, "cp.async", where);
   Fiber& fiber = self();
@@ -304,9 +302,9 @@ void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Wher
     write_shared(cta, dst, bytes, access);
     if (valid) {
       read_global(src, bytes, access);
-      std::memcpy(cta.memory + dst, src, static_cast<size_t>(bytes));
+      std::memcpy(cta.memory + dst, src, bytes);
     } else {
-      std::memset(cta.memory + dst, 0, static_cast<size_t>(bytes));
+      std::memset(cta.memory + dst, 0, bytes);
     }
     --group->writes;
     --counted->writes;
@@ -323,17 +321,10 @@ void copy_async_commit() {
 void copy_async_wait(int pending, const Where& where) {
   maybe_preempt();
   Fiber& fiber = self();
-  const auto done = [&] {
-    const int count = static_cast<int>(fiber.copy_groups.size()) - pending;
-    for (int i = 0; i < count; ++i) {
-      if (fiber.copy_groups[static_cast<size_t>(i)]->writes > 0) return false;
-    }
-    return true;
-  };
-  while (!done()) wait_on(*fiber.copies_done, where, [] { return std::string("its cp.async"); });
+  wait_for(fiber.copy_groups, pending, &CopyGroup::writes, "its cp.async", where);
   const int last = static_cast<int>(fiber.copy_groups.size()) - pending - 1;
   if (last < 0 || fiber.copies_slot < 0) return;
-  const uint32_t number = fiber.copy_groups[static_cast<size_t>(last)]->number;
+  const uint32_t number = fiber.copy_groups[last]->number;
   fiber.clock.known = with(fiber.clock.known, {{fiber.cta->actor, fiber.copies_slot, number, 0}});
 }
 
@@ -358,7 +349,7 @@ void mbarrier_arrive_after_copies(uint32_t bar, const Where& where) {
   fiber.all_copies.clear();
 }
 
-void fence_proxy(const Where&) {
+void fence_proxy_async() {
   maybe_preempt();
   Clock& clock = self().clock;
   clock.known = all_fenced(with(clock.known, clock.copied));

@@ -62,7 +62,7 @@ CUstream_st& stream_of(cudaStream_t stream) {
     streams.push_back(std::make_unique<CUstream_st>());
     streams.back()->device = static_cast<int>(streams.size()) - 1;
   }
-  return stream != nullptr ? *stream : *streams[static_cast<size_t>(current_device)];
+  return stream != nullptr ? *stream : *streams[current_device];
 }
 
 std::string kernel_name(const void* kernel) {
@@ -96,7 +96,7 @@ bool fill(CUstream_st& stream, Launch& launch) {
   while (launch.next_cta < launch.total() && launch.device->free_slots >= size) {
     launch.device->free_slots -= size;
     const auto cluster = std::make_shared<Cluster>();
-    const int first = launch.order[static_cast<size_t>(launch.next_cta / size)] * size;
+    const int first = launch.order[launch.next_cta / size] * size;
     for (int i = 0; i < size; ++i) start_cta(&launch, first + i, cluster, i);
     launch.next_cta += size;
     any = true;
@@ -107,7 +107,7 @@ bool fill(CUstream_st& stream, Launch& launch) {
 bool advance(CUstream_st& stream) {
   bool any = false;
   while (!stream.ops.empty()) {
-    if (machine.devices.at(static_cast<size_t>(stream.device)).held) return any;
+    if (machine.devices.at(stream.device).held) return any;
     StreamOp& op = stream.ops.front();
     switch (op.kind) {
       case StreamOp::Kind::kLaunch: {
@@ -211,23 +211,22 @@ void reset_streams() {
 }
 
 std::string blocked_streams() {
-  std::string text;
+  std::string found;
   for (const auto& stream : streams) {
     if (stream->ops.empty()) continue;
     const StreamOp& op = stream->ops.front();
-    text += "  a stream of rank " + std::to_string(stream->device);
+    found += text("  a stream of rank ", stream->device);
     if (op.kind == StreamOp::Kind::kLaunch) {
-      text += " runs " + op.launch->name + ": " + std::to_string(op.launch->done_ctas) + " of " +
-              std::to_string(op.launch->total()) + " CTAs have ended, " +
-              std::to_string(op.launch->next_cta) + " have started\n";
+      found += text(" runs ", op.launch->name, ": ", op.launch->done_ctas, " of ", op.launch->total(),
+                    " CTAs have ended, ", op.launch->next_cta, " have started\n");
     } else if (op.kind == StreamOp::Kind::kWaitValue) {
-      text += " waits for " + std::to_string(op.value) + ", the word is " +
-              std::to_string(*static_cast<const uint32_t*>(op.src)) + "\n";
+      const uint32_t word = *static_cast<const uint32_t*>(op.src);
+      found += text(" waits for ", op.value, ", the word is ", word, "\n");
     } else {
-      text += " waits for an event or a copy\n";
+      found += " waits for an event or a copy\n";
     }
   }
-  return text;
+  return found;
 }
 
 // Behind what the stream has; `follows_launch`: programmatic dependent launch may apply.
@@ -238,7 +237,7 @@ static void enqueue(CUstream_st& stream, const GraphNode& node, bool follows_lau
   launch.name = node.name;
   launch.config = node.config;
   launch.body = node.body;
-  launch.device = &machine.devices.at(static_cast<size_t>(stream.device));
+  launch.device = &machine.devices.at(stream.device);
   launch.number = new_launch();
   launch.follows_launch = follows_launch;
   for (int i = 0; i < launch.total() / launch.config.cluster; ++i) launch.order.push_back(i);
@@ -323,7 +322,7 @@ cudaError_t cudaDeviceSynchronize() {
   for (const auto& stream : sim::streams) {
     stream->past = {};
     stream->past.actor =
-        sim::new_actor(-1, "a stream of rank " + std::to_string(stream->device), stream->device, 1);
+        sim::new_actor(-1, sim::text("a stream of rank ", stream->device), stream->device, 1);
   }
   sim::run_all();
   sim::forget_clocks();
@@ -357,17 +356,13 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  StreamOp op = {StreamOp::Kind::kRecord};
-  op.event = event;
-  op.ticket = ++event->issued;
-  sim::stream_of(stream).ops.push_back(std::move(op));
+  sim::stream_of(stream).ops.push_back(
+      {.kind = StreamOp::Kind::kRecord, .event = event, .ticket = ++event->issued});
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  StreamOp op = {StreamOp::Kind::kWaitEvent};
-  op.event = event;
-  op.ticket = event->issued;
-  sim::stream_of(stream).ops.push_back(std::move(op));
+  sim::stream_of(stream).ops.push_back(
+      {.kind = StreamOp::Kind::kWaitEvent, .event = event, .ticket = event->issued});
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
@@ -380,26 +375,20 @@ cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  sim::check_global(dst, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
-  sim::check_global(src, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
-  StreamOp op = {StreamOp::Kind::kCopy};
-  op.dst = dst;
-  op.src = src;
-  op.bytes = bytes;
-  sim::stream_of(stream).ops.push_back(std::move(op));
+  for (const void* each : {static_cast<const void*>(dst), src})
+    sim::check_global(each, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
+  sim::stream_of(stream).ops.push_back(
+      {.kind = StreamOp::Kind::kCopy, .dst = dst, .src = src, .bytes = bytes});
   return cudaSuccess;
 }
 CUresult cuStreamBatchMemOp(CUstream stream, unsigned count, CUstreamBatchMemOpParams* ops, unsigned) {
   for (unsigned i = 0; i < count; ++i) {
     const bool waits = ops[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    StreamOp op = {waits ? StreamOp::Kind::kWaitValue : StreamOp::Kind::kWrite};
+    const auto kind = waits ? StreamOp::Kind::kWaitValue : StreamOp::Kind::kWrite;
     const CUstreamMemOp& word = waits ? ops[i].waitValue : ops[i].writeValue;
-    sim::check_global(reinterpret_cast<const void*>(word.address), 4, "stream memory operation",
-                      sim::kNowhere);
-    op.dst = reinterpret_cast<void*>(word.address);
-    op.src = op.dst;
-    op.value = word.value;
-    sim::stream_of(stream).ops.push_back(std::move(op));
+    void* const at = reinterpret_cast<void*>(word.address);
+    sim::check_global(at, 4, "stream memory operation", sim::kNowhere);
+    sim::stream_of(stream).ops.push_back({.kind = kind, .dst = at, .src = at, .value = word.value});
   }
   return CUDA_SUCCESS;
 }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -230,6 +231,23 @@ void reset_machine(const MachineConfig& config);
 void run_all();  // until every stream is empty; reports a deadlock
 [[noreturn]] void report(const std::string& what, const Fiber* fiber = machine.running,
                          const Where* where = nullptr);
+// Strings and numbers behind each other.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  const auto of = [](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      return std::to_string(part);
+    } else {
+      return std::string(part);
+    }
+  };
+  return (std::string() + ... + of(parts));
+}
+// Reports what the running thread does at this line.
+template <class... Parts>
+[[noreturn]] void fail(const Where& where, const Parts&... parts) {
+  report(text(parts...), machine.running, &where);
+}
 std::string name_of(const Fiber& fiber, bool with_lane = true);
 void wait_on(WaitQueue& queue, const Where& where, std::function<std::string()> reason);
 void wait_polling(const Where& where, std::function<std::string()> reason);

@@ -112,8 +112,8 @@ std::string describe_global(const void* address) {
   auto found = allocations.upper_bound(at);
   if (found == allocations.begin()) return "no allocation";
   --found;
-  return "byte " + std::to_string(at - found->first) + " of the " + std::to_string(found->second.bytes) +
-         " of " + found->second.name + " of rank " + std::to_string(found->second.device);
+  return text("byte ", at - found->first, " of the ", found->second.bytes, " of ", found->second.name,
+              " of rank ", found->second.device);
 }
 
 Told& told_at(const void* address) { return told[reinterpret_cast<uintptr_t>(address)]; }
@@ -128,13 +128,11 @@ void check_global(const void* address, int64_t bytes, const char* what, const Wh
     const auto offset = static_cast<int64_t>(begin - found->first);
     if (offset + bytes <= found->second.bytes) return;
     if (offset < found->second.bytes + 65536) {
-      report(std::string(what) + " out of bounds: bytes " + std::to_string(offset) + " to " +
-                 std::to_string(offset + bytes) + " of the " + std::to_string(found->second.bytes) + " of " +
-                 found->second.name + " of rank " + std::to_string(found->second.device),
-             machine.running, &where);
+      fail(where, what, " out of bounds: bytes ", offset, " to ", offset + bytes, " of the ",
+           found->second.bytes, " of ", found->second.name, " of rank ", found->second.device);
     }
   }
-  report(std::string(what) + " out of bounds: no such memory", machine.running, &where);
+  fail(where, what, " out of bounds: no such memory");
 }
 
 void flush_stores(const Cta& cta) {
@@ -188,26 +186,21 @@ void store_relaxed(void* address, const void* bytes, int words, const Where& whe
   }
 }
 
-void store_release(uint32_t* address, uint32_t value, const Where& where) {
+static void signal(uint32_t* address, uint32_t value, bool adds, const Where& where) {
   maybe_preempt();
   check_global(address, 4, "signal", where);
   flush_stores(here());
-  strong_access(address, 4, /*writes=*/true, "store", where);
-  *address = value;
+  strong_access(address, 4, /*writes=*/true, adds ? "atomic" : "store", where);
+  *address = adds ? *address + value : value;
   Clock& clock = self().clock;
-  tell_at(address, with(clock.known, {clock.stamp()}), Scope::kSystem, /*continues=*/false);
+  tell_at(address, with(clock.known, {clock.stamp()}), Scope::kSystem, /*continues=*/adds);
   ++clock.now;
 }
-
-void add_release(uint32_t* address, uint32_t value, const Where& where) {
-  maybe_preempt();
-  check_global(address, 4, "signal", where);
-  flush_stores(here());
-  strong_access(address, 4, /*writes=*/true, "atomic", where);
-  *address += value;
-  Clock& clock = self().clock;
-  tell_at(address, with(clock.known, {clock.stamp()}), Scope::kSystem, /*continues=*/true);
-  ++clock.now;
+void store_release_sys(uint32_t* address, uint32_t value, const Where& where) {
+  signal(address, value, /*adds=*/false, where);
+}
+void add_release_sys(uint32_t* address, uint32_t value, const Where& where) {
+  signal(address, value, /*adds=*/true, where);
 }
 
 void memory_fence() {
@@ -232,7 +225,7 @@ uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& chan
   return old;
 }
 
-uint64_t timer_ns() {
+uint64_t globaltimer_ns() {
   self().polls_freely = false;
   return machine.now_ns;
 }
@@ -248,20 +241,20 @@ static void spin(const void* address, void* bytes, int count, const Where& where
     if (found != stores.end() && found->second.cta == fiber.cta) take_effect(at);
   }
   for (;;) {
-    std::memcpy(bytes, address, static_cast<size_t>(count));
+    std::memcpy(bytes, address, count);
     Polled* polled = nullptr;
     for (Polled& each : fiber.polled) {
       if (each.address == address && each.bytes == count) polled = &each;
     }
     if (polled == nullptr) {
-      polled = &fiber.polled[static_cast<size_t>(fiber.next_polled++ % 4)];
+      polled = &fiber.polled[fiber.next_polled++ % 4];
       *polled = {address, count, 0, {}};
-      std::memcpy(polled->last, bytes, static_cast<size_t>(count));
+      std::memcpy(polled->last, bytes, count);
       return;
     }
-    if (std::memcmp(polled->last, bytes, static_cast<size_t>(count)) != 0) {
+    if (std::memcmp(polled->last, bytes, count) != 0) {
       polled->repeats = 0;
-      std::memcpy(polled->last, bytes, static_cast<size_t>(count));
+      std::memcpy(polled->last, bytes, count);
       return;
     }
     if (fiber.polls_freely || ++polled->repeats < 2) return;
@@ -271,11 +264,10 @@ static void spin(const void* address, void* bytes, int count, const Where& where
       return;
     }
     wait_polling(where, [address, last = *static_cast<uint32_t*>(bytes)] {
-      return "a change of the word at " + std::to_string(reinterpret_cast<uintptr_t>(address)) +
-             ", which is " + std::to_string(last);
+      return text("a change of the word at ", reinterpret_cast<uintptr_t>(address), ", which is ", last);
     });
     if (fiber.polls_freely) continue;
-    std::memcpy(bytes, address, static_cast<size_t>(count));
+    std::memcpy(bytes, address, count);
     return;
   }
 }
@@ -291,8 +283,8 @@ bool wake_polling() {
     bool any = false;
     for (Polled& polled : fiber->polled) {
       if (polled.address == nullptr) continue;
-      if (std::memcmp(polled.last, polled.address, static_cast<size_t>(polled.bytes)) == 0) continue;
-      std::memcpy(polled.last, polled.address, static_cast<size_t>(polled.bytes));
+      if (std::memcmp(polled.last, polled.address, polled.bytes) == 0) continue;
+      std::memcpy(polled.last, polled.address, polled.bytes);
       polled.repeats = 0;
       any = true;
     }

@@ -84,8 +84,8 @@ void yield() {
 void finish_cta(Cta* cta) {
   check_exit(*cta);
   if (cta->in_flight > 0) {
-    report("the CTA has exited while " + std::to_string(cta->in_flight) +
-           " asynchronous operations, or arrivals of other CTAs, still access its shared memory");
+    report(text("the CTA has exited while ", cta->in_flight,
+                " asynchronous operations, or arrivals of other CTAs, still access its shared memory"));
   }
   cta->exited = true;
   forget_shared(*cta);
@@ -133,7 +133,7 @@ Fiber* pick() {
   // Threads of one CTA run in bursts: a switch of CTAs maps memory.
   size_t at = ready.size() - 1;
   if (policy.order == Policy::Order::kRandom && machine.draw(32) == 0) {
-    at = static_cast<size_t>(machine.draw(static_cast<int>(ready.size())));
+    at = machine.draw(ready.size());
     std::swap(ready[at], ready.back());
   }
   Cta* const cta = ready.back();
@@ -143,8 +143,7 @@ Fiber* pick() {
     cta->runnable.pop_back();
   } else {
     if (policy.order == Policy::Order::kRandom) {
-      const int i = machine.draw(static_cast<int>(cta->runnable.size()));
-      std::swap(cta->runnable.front(), cta->runnable[static_cast<size_t>(i)]);
+      std::swap(cta->runnable.front(), cta->runnable[machine.draw(cta->runnable.size())]);
     }
     fiber = cta->runnable.front();
     cta->runnable.pop_front();
@@ -157,10 +156,8 @@ void deliver(std::vector<std::function<void()>>& operations) {
   const Policy& policy = machine.config.policy;
   // The newest first, mostly: what waits for others is issued again.
   const bool newest = policy.when == Policy::When::kLatest && policy.order == Policy::Order::kLifo;
-  if (!newest || machine.draw(4) == 0) {
-    const auto at = static_cast<size_t>(machine.draw(static_cast<int>(operations.size())));
-    std::swap(operations[at], operations.back());
-  }
+  if (!newest || machine.draw(4) == 0)
+    std::swap(operations[machine.draw(operations.size())], operations.back());
   const std::function<void()> effect = std::move(operations.back());
   operations.pop_back();
   machine.idle_jumps = 0;
@@ -171,7 +168,7 @@ void deliver(std::vector<std::function<void()>>& operations) {
 bool deliver_arrival() {
   auto& arrivals = machine.arrivals;
   if (arrivals.empty()) return false;
-  auto at = static_cast<size_t>(machine.draw(static_cast<int>(arrivals.size())));
+  size_t at = machine.draw(arrivals.size());
   for (size_t i = 0; i < arrivals.size() && machine.config.policy.when == Policy::When::kLatest; ++i) {
     if (arrivals[at].first->queue.waiting.empty()) at = (at + 1) % arrivals.size();
   }
@@ -208,7 +205,7 @@ bool freeze(Fiber* fiber) {
 
 bool thaw() {
   if (machine.config.frozen_rank < 0) return false;
-  Device& device = machine.devices[static_cast<size_t>(machine.config.frozen_rank)];
+  Device& device = machine.devices[machine.config.frozen_rank];
   if (!std::exchange(device.frozen, false)) return false;
   for (Fiber* fiber : machine.frozen) make_runnable(fiber);
   machine.frozen.clear();
@@ -228,9 +225,8 @@ void print_waiting() {
   for (const auto& cta : machine.ctas) {
     for (const Fiber& fiber : cta->fibers) {
       if (fiber.state != State::kBlocked && fiber.state != State::kPolling) continue;
-      std::string line = name_of(fiber, /*with_lane=*/false) + " waits for " + fiber.reason();
-      line += std::string(" (") + fiber.where.file_name() + ":" + std::to_string(fiber.where.line()) + ")";
-      ++lines[line];
+      ++lines[text(name_of(fiber, /*with_lane=*/false), " waits for ", fiber.reason(), " (",
+                   fiber.where.file_name(), ":", fiber.where.line(), ")")];
     }
   }
   int printed = 0;
@@ -291,19 +287,18 @@ void reset_machine(const MachineConfig& config) {
   machine.turns_to_freeze = config.frozen_after;
   machine.now_ns = 1'000'000;
   machine.cycles = 0;
-  machine.devices.assign(static_cast<size_t>(config.devices), {});
+  machine.devices.assign(config.devices, {});
   for (int i = 0; i < config.devices; ++i) {
     const int occupied = i == config.occupied_until ? 0 : config.occupied;
-    machine.devices[static_cast<size_t>(i)] = {i, config.resident - occupied, i == config.late_rank};
+    machine.devices[i] = {i, config.resident - occupied, i == config.late_rank};
   }
 }
 
 std::string name_of(const Fiber& fiber, bool with_lane) {
   const Cta& cta = *fiber.cta;
-  std::string name = cta.launch->name + ", rank " + std::to_string(cta.launch->device->index) + ", CTA " +
-                     std::to_string(cta.index) + ", warp " + std::to_string(fiber.thread / 32);
-  if (with_lane) name += ", lane " + std::to_string(fiber.thread % 32);
-  return name;
+  const std::string lane = with_lane ? text(", lane ", fiber.thread % 32) : "";
+  return text(cta.launch->name, ", rank ", cta.launch->device->index, ", CTA ", cta.index, ", warp ",
+              fiber.thread / 32, lane);
 }
 
 void report(const std::string& what, const Fiber* fiber, const Where* where) {
@@ -379,19 +374,17 @@ void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluste
   std::memset(cta.memory, 0xFF, bytes);  // NaN in every floating type
   cta.barriers.assign(bytes / 8 + 1, false);
   const int threads = static_cast<int>(launch->config.block.x);
-  cta.actor = new_actor(
-      launch->number,
-      launch->name + ", rank " + std::to_string(launch->device->index) + ", CTA " + std::to_string(index),
-      launch->device->index, threads);
+  const int device = launch->device->index;
+  cta.actor =
+      new_actor(launch->number, text(launch->name, ", rank ", device, ", CTA ", index), device, threads);
   cta.live = threads;
-  cta.warps.resize(static_cast<size_t>(threads + 31) / 32);
-  cta.tensor_warps.resize(static_cast<size_t>(threads + 31) / 32);
-  cta.free_registers = 65536;
+  cta.warps.resize((threads + 31) / 32);
+  cta.tensor_warps.resize(cta.warps.size());
   const int registers = std::min(255, 65536 / threads / 8 * 8);
-  cta.free_registers -= registers * threads;
-  cta.fibers = std::vector<Fiber>(static_cast<size_t>(threads));
+  cta.free_registers = 65536 - registers * threads;
+  cta.fibers = std::vector<Fiber>(threads);
   for (int i = 0; i < threads; ++i) {
-    Fiber& fiber = cta.fibers[static_cast<size_t>(i)];
+    Fiber& fiber = cta.fibers[i];
     fiber.cta = &cta;
     fiber.thread = i;
     fiber.clock.known = fiber.clock.at_fence = launch->at_start;
@@ -429,8 +422,7 @@ void run_all() {
     } else if (advance_streams() || wake_polling()) {
       machine.idle_jumps = 0;
     } else if (!machine.sleeping.empty()) {
-      const int at = machine.draw(static_cast<int>(machine.sleeping.size()));
-      std::swap(machine.sleeping[static_cast<size_t>(at)], machine.sleeping.back());
+      std::swap(machine.sleeping[machine.draw(machine.sleeping.size())], machine.sleeping.back());
       make_runnable(machine.sleeping.back());
       machine.sleeping.pop_back();
     } else if (deliver_arrival()) {

@@ -119,8 +119,7 @@ std::string text_of(Place place) {
   if (place == 0) return "";
   if ((place & kSourceLocation) != 0) {
     const Where where = std::bit_cast<Where>(static_cast<uintptr_t>(place & ~kSourceLocation));
-    return where.line() == 0 ? ""
-                             : std::string(" at ") + where.file_name() + ":" + std::to_string(where.line());
+    return where.line() == 0 ? "" : sim::text(" at ", where.file_name(), ":", where.line());
   }
   std::string text;
   for (const Frame& frame : frames_of(place)) text += (text.empty() ? " at " : ", from ") + frame.line;
@@ -131,10 +130,10 @@ std::string who_is(Epoch epoch) {
   const ActorInfo* const info = actor_info(epoch.actor());
   if (info == nullptr) return "something long ago";
   const auto thread_text = [&](int thread) {
-    return info->name + ", warp " + std::to_string(thread / 32) + ", lane " + std::to_string(thread % 32);
+    return text(info->name, ", warp ", thread / 32, ", lane ", thread % 32);
   };
   if (epoch.slot() < info->threads) return thread_text(epoch.slot());
-  const auto& [agent, thread] = info->agents[static_cast<size_t>(epoch.slot() - info->threads)];
+  const auto& [agent, thread] = info->agents[epoch.slot() - info->threads];
   switch (agent) {
     case Agent::kCopies:
       return "cp.async of " + thread_text(thread);
@@ -142,14 +141,20 @@ std::string who_is(Epoch epoch) {
     case Agent::kBulkWrites:
       return "bulk copies of " + thread_text(thread);
     case Agent::kBarrier:
-      return "copies that complete on mbarrier " + std::to_string(thread) + " of " + info->name;
+      return text("copies that complete on mbarrier ", thread, " of ", info->name);
   }
   return "";
 }
 
 std::string place_in(const Memory& memory) {
-  return memory.cta != nullptr ? "shared address " + std::to_string(memory.address)
+  return memory.cta != nullptr ? text("shared address ", memory.address)
                                : describe_global(reinterpret_cast<const void*>(memory.address));
+}
+
+// What an access does at a place.
+std::string told(const Access& access, const char* does, const Memory& memory) {
+  return text(access.what, does, ", of ", place_in(memory), "\n  ", who_is(access.epoch),
+              text_of(access.place));
 }
 
 enum class Order { kKnown, kUnfenced, kUnknown };
@@ -177,19 +182,18 @@ Order order_of(const Access& access, Epoch earlier, bool earlier_writes) {
 
 [[noreturn]] void report_race(const Access& access, const Memory& memory, Epoch earlier, Place earlier_place,
                               const char* earlier_what, Order order) {
-  const std::string what =
-      order == Order::kUnfenced
-          ? std::string(access.what) + " may miss what was written: no proxy fence in between"
-          : "data race: " + std::string(access.what) + " and " + earlier_what + " that nothing orders";
-  report(what + ", of " + place_in(memory) + "\n  " + who_is(access.epoch) + text_of(access.place) +
-             "\n  and earlier " + who_is(earlier) + text_of(earlier_place),
+  const bool unfenced = order == Order::kUnfenced;
+  const std::string race = text(" and ", earlier_what, " that nothing orders");
+  const char* const does = unfenced ? " may miss what was written: no proxy fence in between" : race.c_str();
+  report(text(unfenced ? "" : "data race: ", told(access, does, memory), "\n  and earlier ", who_is(earlier),
+              text_of(earlier_place)),
          nullptr);
 }
 
 // Whether a rank that has recorded a failure is one of the two: its results need not be right.
 bool has_failed(Epoch epoch) {
   const ActorInfo* const info = actor_info(epoch.actor());
-  return info != nullptr && machine.devices[static_cast<size_t>(info->device)].failed;
+  return info != nullptr && machine.devices[info->device].failed;
 }
 bool is_excused(Epoch epoch, Epoch earlier) {
   return !machine.config.reports_races || has_failed(epoch) || has_failed(earlier);
@@ -275,17 +279,9 @@ void write(Cell& cell, const Access& access, const Memory& memory) {
   cell.write_place = access.place;
 }
 
-[[noreturn]] void report_overwritten_barrier(const Access& access, const Memory& memory) {
-  report(std::string(access.what) + " overwrites an mbarrier, of " + place_in(memory) + "\n  " +
-             who_is(access.epoch) + text_of(access.place),
-         nullptr);
-}
-
 void report_unwritten(const Access& access, const Memory& memory) {
   if (is_excused(access.epoch, access.epoch) || may_load_unwritten(access.place)) return;
-  report(std::string(access.what) + " of memory that nobody has written, of " + place_in(memory) + "\n  " +
-             who_is(access.epoch) + text_of(access.place),
-         nullptr);
+  report(told(access, " of memory that nobody has written", memory), nullptr);
 }
 
 Cell& cell_of(uintptr_t address) { return arena_cells[(address - arena) / kWord]; }
@@ -301,20 +297,12 @@ bool is_global(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer
 // An access of the running thread.
 void access_memory(const void* pointer, int bytes, bool writes, bool shared, const Access& access) {
   if (!shared) {
-    if (writes) {
-      write_global(pointer, bytes, access);
-    } else {
-      read_global(pointer, bytes, access);
-    }
-    return;
+    return (writes ? write_global : read_global)(pointer, bytes, access);
   }
   Cta& cta = here();
   const uint32_t at = shared_address(pointer);
-  if (at + static_cast<uint32_t>(bytes) > dynamic_begin() + cta.launch->config.shared_bytes) {
-    report(std::string(access.what) + " beyond the CTA's shared memory, of " + place_in({&cta, at}) + "\n  " +
-               who_is(access.epoch) + text_of(access.place),
-           nullptr);
-  }
+  if (at + static_cast<uint32_t>(bytes) > dynamic_begin() + cta.launch->config.shared_bytes)
+    report(told(access, " beyond the CTA's shared memory", {&cta, at}), nullptr);
   if (writes) {
     write_shared(cta, at, bytes, access);
   } else {
@@ -410,7 +398,7 @@ void read_shared(Cta& cta, uint32_t address, int64_t bytes, const Access& access
 void write_shared(Cta& cta, uint32_t address, int64_t bytes, const Access& access) {
   SharedCells& shared = cells_of(cta);
   for_each_word(address, bytes, [&](uintptr_t at) {
-    if (cta.barriers[at / 8]) report_overwritten_barrier(access, {&cta, at});
+    if (cta.barriers[at / 8]) report(told(access, " overwrites an mbarrier", {&cta, at}), nullptr);
     own_cell(shared.cells, cta, at / kPiece * kPiece);  // has the asynchronous reads of its piece
     write(own_cell(shared.cells, cta, at), access, {&cta, at});
   });
@@ -489,7 +477,6 @@ void __tsan_atomic32_store(uint32_t* address, uint32_t value, int) { *address = 
 // A pointer that is not aligned for its type (-fsanitize=alignment).
 void __ubsan_handle_type_mismatch_v1(sim::UbsanMismatch* data, void* pointer) {
   if (sim::machine.running == nullptr || !(sim::is_shared(pointer) || sim::is_global(pointer))) return;
-  sim::report("misaligned access at " + std::string(data->where.file) + ":" +
-              std::to_string(data->where.line));
+  sim::report(sim::text("misaligned access at ", data->where.file, ":", data->where.line));
 }
 }

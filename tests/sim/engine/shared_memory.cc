@@ -97,12 +97,9 @@ void* shared_pointer(uint32_t address) { return block_begin + address; }
 
 uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, const Where& where) {
   const auto end = static_cast<int64_t>(dynamic_begin() + cta.launch->config.shared_bytes);
-  if (cta.exited) report(std::string(what) + " of a CTA that has exited", machine.running, &where);
-  if (address + bytes > end) {
-    report(std::string(what) + " beyond the CTA's shared memory: " + std::to_string(address) + " + " +
-               std::to_string(bytes) + " > " + std::to_string(end),
-           machine.running, &where);
-  }
+  if (cta.exited) fail(where, what, " of a CTA that has exited");
+  if (address + bytes > end)
+    fail(where, what, " beyond the CTA's shared memory: ", address, " + ", bytes, " > ", end);
   return cta.memory + address;
 }
 
@@ -114,7 +111,7 @@ static Access plain(const char* what, const Where& where) {
 void store_shared(uint32_t address, const void* bytes, int count, const Where& where) {
   maybe_preempt();
   uint8_t* const to = checked(here(), address, count, "store", where);
-  if (address % count != 0) report("misaligned store", machine.running, &where);
+  if (address % count != 0) fail(where, "misaligned store");
   write_shared(here(), address, count, plain("store", where));
   std::memcpy(to, bytes, count);
 }
@@ -122,7 +119,7 @@ void store_shared(uint32_t address, const void* bytes, int count, const Where& w
 void load_shared(uint32_t address, void* bytes, int count, const Where& where) {
   maybe_preempt();
   const uint8_t* const from = checked(here(), address, count, "load", where);
-  if (address % count != 0) report("misaligned load", machine.running, &where);
+  if (address % count != 0) fail(where, "misaligned load");
   read_shared(here(), address, count, plain("load", where));
   std::memcpy(bytes, from, count);
 }
@@ -142,7 +139,7 @@ void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrice
       row[i] = static_cast<uint16_t>(words[r * 4 + c / 2] >> (c % 2 * 16));
     }
     const auto address = static_cast<uint32_t>(addresses[lane]);
-    if (address % 16 != 0) report("misaligned stmatrix", machine.running, &where);
+    if (address % 16 != 0) fail(where, "misaligned stmatrix");
     uint8_t* const to = checked(here(), address, sizeof(row), "stmatrix", where);
     write_shared(here(), address, sizeof(row), plain("stmatrix", where));
     std::memcpy(to, row, sizeof(row));

@@ -26,8 +26,8 @@ static_assert(sizeof(TensorMap) <= 128);
 
 inline TensorMap tensor_map_at(const void* address, int rank, const Where& where) {
   const TensorMap map = *static_cast<const TensorMap*>(address);
-  if (map.magic != TensorMap::kMagic) report("not a tensor map", machine.running, &where);
-  if (map.rank != rank) report("tensor map of another rank", machine.running, &where);
+  if (map.magic != TensorMap::kMagic) fail(where, "not a tensor map");
+  if (map.rank != rank) fail(where, "tensor map of another rank");
   return map;
 }
 

@@ -235,13 +235,13 @@ void wgmma_commit() {
 void wgmma_wait(int pending) {
   maybe_preempt();
   Fiber& fiber = self();
-  TensorWarp& warp = here().tensor_warps[static_cast<size_t>(fiber.thread / 32)];
+  TensorWarp& warp = here().tensor_warps[fiber.thread / 32];
   const auto groups = static_cast<int>(fiber.wgmma_groups.size());
-  const int64_t needed = groups > pending ? fiber.wgmma_groups[static_cast<size_t>(groups - pending - 1)] : 0;
+  const int64_t needed = groups > pending ? fiber.wgmma_groups[groups - pending - 1] : 0;
   while (warp.done < needed) {
     wait_on(warp.queue, kNowhere, [&warp] {
       const int there = warp.ops.empty() ? 0 : warp.ops.front().arrived;
-      return "a wgmma that " + std::to_string(there) + " of 32 lanes have issued";
+      return text("a wgmma that ", there, " of 32 lanes have issued");
     });
   }
   if (groups > pending)

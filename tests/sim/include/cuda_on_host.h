@@ -56,8 +56,8 @@ struct dim3 : sim::Dim {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : Dim{x, y, z} {}
 };
 
-inline void __syncthreads(sim::Where where = sim::Where::current()) { sim::cta_barrier(0, 0, true, where); }
-inline void __syncwarp(uint32_t mask = ~0u, sim::Where where = sim::Where::current()) {
+inline void __syncthreads(FLUX_SIM_HERE) { sim::cta_barrier(0, 0, true, where); }
+inline void __syncwarp(uint32_t mask = ~0u, FLUX_SIM_HERE) {
   uint64_t values[32];
   sim::warp_exchange(mask, 0, values, where, /*orders=*/true);
 }
@@ -72,19 +72,19 @@ T sim_exchange(uint32_t mask, T value, int from, const sim::Where& where) {
   return value;
 }
 template <class T>
-T __shfl_sync(uint32_t mask, T value, int lane, int = 32, sim::Where where = sim::Where::current()) {
+T __shfl_sync(uint32_t mask, T value, int lane, int = 32, FLUX_SIM_HERE) {
   return sim_exchange(mask, value, lane, where);
 }
 template <class T>
-T __shfl_xor_sync(uint32_t mask, T value, int lanes, int = 32, sim::Where where = sim::Where::current()) {
+T __shfl_xor_sync(uint32_t mask, T value, int lanes, int = 32, FLUX_SIM_HERE) {
   return sim_exchange(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes, where);
 }
 template <class T>
-T __shfl_up_sync(uint32_t mask, T value, int lanes, int = 32, sim::Where where = sim::Where::current()) {
+T __shfl_up_sync(uint32_t mask, T value, int lanes, int = 32, FLUX_SIM_HERE) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   return sim_exchange(mask, value, lane < lanes ? lane : lane - lanes, where);
 }
-inline uint32_t __ballot_sync(uint32_t mask, bool set, sim::Where where = sim::Where::current()) {
+inline uint32_t __ballot_sync(uint32_t mask, bool set, FLUX_SIM_HERE) {
   uint64_t values[32];
   sim::warp_exchange(mask, set, values, where);
   uint32_t bits = 0;
@@ -93,28 +93,26 @@ inline uint32_t __ballot_sync(uint32_t mask, bool set, sim::Where where = sim::W
   }
   return bits;
 }
-inline bool __all_sync(uint32_t mask, bool set, sim::Where where = sim::Where::current()) {
+inline bool __all_sync(uint32_t mask, bool set, FLUX_SIM_HERE) {
   return __ballot_sync(mask, set, where) == mask;
 }
-template <class T>
-T __reduce_add_sync(uint32_t mask, T value, sim::Where where = sim::Where::current()) {
+// `result` joined with the values of all lanes of `mask`.
+template <class T, class Join>
+T sim_reduce(uint32_t mask, T value, T result, const sim::Where& where, Join join) {
   uint64_t values[32];
   sim::warp_exchange(mask, static_cast<uint32_t>(value), values, where);
-  T sum = 0;
   for (int lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1) sum += static_cast<T>(values[lane]);
+    if (mask >> lane & 1) result = join(result, static_cast<T>(values[lane]));
   }
-  return sum;
+  return result;
 }
 template <class T>
-T __reduce_max_sync(uint32_t mask, T value, sim::Where where = sim::Where::current()) {
-  uint64_t values[32];
-  sim::warp_exchange(mask, static_cast<uint32_t>(value), values, where);
-  T most = value;
-  for (int lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1) most = std::max(most, static_cast<T>(values[lane]));
-  }
-  return most;
+T __reduce_add_sync(uint32_t mask, T value, FLUX_SIM_HERE) {
+  return sim_reduce(mask, value, T{0}, where, [](T a, T b) { return a + b; });
+}
+template <class T>
+T __reduce_max_sync(uint32_t mask, T value, FLUX_SIM_HERE) {
+  return sim_reduce(mask, value, value, where, [](T a, T b) { return std::max(a, b); });
 }
 
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
@@ -140,7 +138,6 @@ using std::min;
 
 inline void __threadfence() { sim::memory_fence(); }
 inline void __threadfence_system() { sim::memory_fence(); }
-#define FLUX_SIM_HERE sim::Where where = sim::Where::current()
 template <class T>
 T atomicAdd(T* address, T value, FLUX_SIM_HERE) {
   static_assert(sizeof(T) == 4);

@@ -10,16 +10,20 @@
 
 namespace flux::ptx {
 
+// What the engine has by these names.
+using sim::bulk_commit, sim::bulk_copy_cluster, sim::bulk_load, sim::bulk_store, sim::cluster_cta_rank,
+    sim::cluster_num_ctas, sim::cluster_sync_relaxed, sim::copy_async_commit, sim::elect_one,
+    sim::fence_mbarrier_init, sim::fence_proxy_async, sim::globaltimer_ns, sim::let_next_kernel_start,
+    sim::mbarrier_arrive_after_copies, sim::mbarrier_arrive_expect_tx_cluster, sim::mbarrier_init,
+    sim::mbarrier_wait, sim::named_barrier_and, sim::prefetch_line, sim::store_async_cluster,
+    sim::add_release_sys, sim::store_release_sys, sim::tma_add_3d, sim::tma_store_3d,
+    sim::wait_for_earlier_kernels;
+
 inline uint32_t smem_addr(const void* pointer) { return sim::shared_address(pointer); }
 inline uint32_t lane() { return threadIdx.x & 31; }
-inline bool elect_one(FLUX_SIM_HERE) { return sim::elect_one(where); }
 inline int warp(FLUX_SIM_HERE) {
   return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0, 32, where);
 }
-inline uint32_t cluster_cta_rank() { return sim::cluster_cta_rank(); }
-inline uint32_t cluster_num_ctas() { return sim::cluster_num_ctas(); }
-inline uint64_t globaltimer_ns() { return sim::timer_ns(); }
-
 template <int kRegisters>
 void setmaxnreg_dec(FLUX_SIM_HERE) {
   sim::set_registers(kRegisters, /*grows=*/false, where);
@@ -37,35 +41,15 @@ inline void named_barrier_sync(int id, int threads, FLUX_SIM_HERE) {
 inline void named_barrier_arrive(int id, int threads, FLUX_SIM_HERE) {
   sim::cta_barrier(id, threads, /*waits=*/false, where);
 }
-inline bool named_barrier_and(int id, int threads, bool condition, FLUX_SIM_HERE) {
-  return sim::cta_barrier_and(id, threads, condition, where);
-}
-inline void cluster_sync_relaxed(FLUX_SIM_HERE) { sim::cluster_barrier(where); }
-
-inline void mbarrier_init(uint32_t bar, uint32_t count, FLUX_SIM_HERE) {
-  sim::mbarrier_init(bar, count, where);
-}
-inline void fence_mbarrier_init() { sim::fence_mbarrier_init(); }
-inline void mbarrier_arrive(uint32_t bar, FLUX_SIM_HERE) {
-  sim::mbarrier_arrive(bar, sim::kThisCta, 0, where);
-}
-inline void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta, FLUX_SIM_HERE) {
-  sim::mbarrier_arrive(bar, static_cast<int>(cta), 0, where);
+inline void mbarrier_arrive_cluster(uint32_t bar, int cta, FLUX_SIM_HERE) {
+  mbarrier_arrive_expect_tx_cluster(bar, 0, cta, where);
 }
 inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes, FLUX_SIM_HERE) {
-  sim::mbarrier_arrive(bar, sim::kThisCta, bytes, where);
+  mbarrier_arrive_expect_tx_cluster(bar, bytes, sim::kThisCta, where);
 }
-inline void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, uint32_t cta, FLUX_SIM_HERE) {
-  sim::mbarrier_arrive(bar, static_cast<int>(cta), bytes, where);
-}
-inline void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta, FLUX_SIM_HERE) {
-  sim::store_async(address, value, bar, static_cast<int>(cta), where);
-}
+inline void mbarrier_arrive(uint32_t bar, FLUX_SIM_HERE) { mbarrier_arrive_expect_tx(bar, 0, where); }
 inline bool mbarrier_test(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
   return __all_sync(~0u, sim::mbarrier_test(bar, phase, where), where);
-}
-inline void mbarrier_wait(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
-  sim::mbarrier_wait(bar, phase, where);
 }
 
 // --- TMA and bulk copies ---
@@ -82,40 +66,18 @@ inline void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t
                                   uint16_t cta_mask, FLUX_SIM_HERE) {
   sim::tma_load(map, dst, bar, {x, y}, cta_mask, where);
 }
-inline void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
-  sim::tma_store(map, src, x, y, z, where);
-}
 inline void tma_prefetch_3d(const CUtensorMap*, int, int, int) {}
-inline void tma_add_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
-  sim::tma_add(map, src, x, y, z, where);
-}
 inline void copy_async_16(uint32_t dst, const void* src, bool valid, FLUX_SIM_HERE) {
   sim::copy_async(dst, src, 16, valid, where);
 }
 inline void copy_async_4(uint32_t dst, const void* src, FLUX_SIM_HERE) {
   sim::copy_async(dst, src, 4, /*valid=*/true, where);
 }
-inline void mbarrier_arrive_after_copies(uint32_t bar, FLUX_SIM_HERE) {
-  sim::mbarrier_arrive_after_copies(bar, where);
-}
-inline void copy_async_commit() { sim::copy_async_commit(); }
 template <int kPending>
 void copy_async_wait(FLUX_SIM_HERE) {
   sim::copy_async_wait(kPending, where);
 }
-inline void bulk_store(void* dst, uint32_t src, uint32_t bytes, FLUX_SIM_HERE) {
-  sim::bulk_store(dst, src, bytes, where);
-}
-inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, FLUX_SIM_HERE) {
-  sim::bulk_load(dst, src, bytes, bar, where);
-}
-inline void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, uint32_t cta,
-                              FLUX_SIM_HERE) {
-  sim::bulk_copy_cluster(dst, src, bytes, bar, static_cast<int>(cta), where);
-}
-inline void prefetch_line(const void* address, FLUX_SIM_HERE) { sim::prefetch(address, where); }
 constexpr int kLineBytes = 128;
-inline void bulk_commit() { sim::bulk_commit(); }
 template <int kPending>
 void bulk_wait_read(FLUX_SIM_HERE) {
   sim::bulk_wait(kPending, /*reads_only=*/true, where);
@@ -124,14 +86,7 @@ inline void bulk_wait_complete(FLUX_SIM_HERE) { sim::bulk_wait(0, /*reads_only=*
 
 // --- memory order ---
 
-inline void fence_proxy_async_smem(FLUX_SIM_HERE) { sim::fence_proxy(where); }
-inline void fence_proxy_async(FLUX_SIM_HERE) { sim::fence_proxy(where); }
-inline void store_release_sys(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
-  sim::store_release(address, value, where);
-}
-inline void add_release_sys(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
-  sim::add_release(address, value, where);
-}
+inline void fence_proxy_async_smem() { sim::fence_proxy_async(); }
 inline uint32_t load_acquire_sys(const uint32_t* address, FLUX_SIM_HERE) {
   uint32_t value;
   sim::poll(address, &value, sizeof(value), sim::Scope::kSystem, /*acquires=*/true, where);
@@ -151,11 +106,6 @@ inline uint4 load_relaxed_sys(const void* address, FLUX_SIM_HERE) {
   return v;
 }
 
-// --- programmatic dependent launch ---
-
-inline void wait_for_earlier_kernels(FLUX_SIM_HERE) { sim::wait_for_earlier_kernels(where); }
-inline void let_next_kernel_start() { sim::let_next_kernel_start(); }
-
 // --- shared memory from registers ---
 
 inline void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, FLUX_SIM_HERE) {
@@ -173,26 +123,16 @@ inline void store_shared_pair(uint32_t address, float a, float b, FLUX_SIM_HERE)
 inline void store_shared(uint32_t address, uint32_t value, FLUX_SIM_HERE) {
   sim::store_shared(address, &value, sizeof(value), where);
 }
-inline uint32_t load_shared(uint32_t address, FLUX_SIM_HERE) {
-  uint32_t value;
+template <class T>
+T loaded(uint32_t address, const sim::Where& where) {
+  T value;
   sim::load_shared(address, &value, sizeof(value), where);
   return value;
 }
-inline float2 load_shared_pair(uint32_t address, FLUX_SIM_HERE) {
-  float2 v;
-  sim::load_shared(address, &v, sizeof(v), where);
-  return v;
-}
-inline uint4 load_shared_v4(uint32_t address, FLUX_SIM_HERE) {
-  uint4 v;
-  sim::load_shared(address, &v, sizeof(v), where);
-  return v;
-}
-inline float4 load_shared_floats(uint32_t address, FLUX_SIM_HERE) {
-  float4 v;
-  sim::load_shared(address, &v, sizeof(v), where);
-  return v;
-}
+inline uint32_t load_shared(uint32_t address, FLUX_SIM_HERE) { return loaded<uint32_t>(address, where); }
+inline float2 load_shared_pair(uint32_t address, FLUX_SIM_HERE) { return loaded<float2>(address, where); }
+inline uint4 load_shared_v4(uint32_t address, FLUX_SIM_HERE) { return loaded<uint4>(address, where); }
+inline float4 load_shared_floats(uint32_t address, FLUX_SIM_HERE) { return loaded<float4>(address, where); }
 inline void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, FLUX_SIM_HERE) {
   const uint32_t fragments[4] = {a, b, c, d};
   sim::store_matrices(row_address, fragments, 4, /*transposed=*/false, where);
