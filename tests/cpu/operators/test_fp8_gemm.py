@@ -278,7 +278,7 @@ def test_torchs_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             apart = torch.full((m, 2 * n), 7.0, dtype=out_dtype)
             asked.clear()
             for out in (torch.empty(m, n, dtype=out_dtype), apart[:, :n]):
-                ops.unfused(ops.Call(x, weight, bias, False, out, scales))
+                ops.unfused(ops.Product(x, weight, bias, False, out, scales))
                 assert torch.equal(out, want), (kind, m, n, k)
             assert (apart[:, n:] == 7).all()
             # In one kernel, or in fp32 with scales behind.
