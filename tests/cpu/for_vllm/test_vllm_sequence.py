@@ -33,7 +33,7 @@ from flux.integrations.vllm.behind_norm import fuse_sum_norm_gemm
 from flux.integrations.vllm.graph import unshard
 from flux.ops import add_norm
 
-N, K, LAYERS, FROM = 16, 8, 5, 6
+N, K, LAYERS, FROM = 16, 8, 3, 6
 # From where on flux's experts include the sum over ranks, and vLLM's: never.
 SUMMED, NEVER = 8, 1000
 ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
@@ -160,7 +160,7 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
         stock, (ours, done) = traced(group, **form), rewritten(group, **form)
         if done != FROM:
             wrong.append(f"{form}: {done}")
-        for m in (1, FROM - 1, FROM, 7, 8, 9, 13):
+        for m in (1, FROM - 1, FROM, 7, 8, 9):
             x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
@@ -222,10 +222,11 @@ def pieces(module: fx.GraphModule) -> list[str]:
     return codes
 
 
-def test_pieces_of_layers_are_alike() -> None:
+def test_pieces_of_layers_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then each is compiled once, however many layers there are."""
-    first, *layers = pieces(rewritten("7")[0])
-    assert "linear_scatter" not in first and len(layers) == LAYERS
+    monkeypatch.setitem(globals(), "LAYERS", 5)
+    first, *layers = pieces(rewritten("8")[0])
+    assert "linear_scatter" not in first and len(layers) == 5
     # The residual of the first layer is whole, and the last one's norm gives all rows.
     assert all("norm_gather_linear" in code for code in layers[:-1])
     assert layers[1] == layers[2] == layers[3]
@@ -254,14 +255,14 @@ def test_experts_that_need_all_rows(case: str) -> None:
     change(module.graph, case)
     assert sequence.shard(module.graph, begins) == FROM
     module.graph.lint()
-    assert sequence.count_sharded(module.graph) == {"linear layers": 5, "other sums": 1, "MoE layers": 4}
+    assert sequence.count_sharded(module.graph) == {"linear layers": 3, "other sums": 1, "MoE layers": 2}
     assert targets(module.graph)["norm_gather"] == 2
 
 
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("gathers", "its 10 sums would need 10 gathers"),
+        ("gathers", "its 6 sums would need 6 gathers"),
         ("never", "for some of its layers it is not faster, or would run unfused"),
         ("norm", "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"),
         ("groups", "its layers sum over different groups"),
@@ -296,7 +297,7 @@ def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
     group, w = dist.group.WORLD.group_name, weights(rank)
     wrong = []
     # Of 9 tokens, the last rank has padding. Behind the last sum is the norm for the head.
-    for form, m, pairs, alone in (({}, 9, 9, 1), ({"bias": False}, 8, 9, 1), ({"aux": 1}, 9, 8, 1)):
+    for form, m, pairs, alone in (({}, 9, 5, 1), ({"bias": False}, 8, 5, 1), ({"aux": 1}, 9, 4, 1)):
         x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
         stock, (module, _) = traced(group, **form), rewritten(group, **form)
         expected = stock(*inputs(stock.graph, x, w))
@@ -344,7 +345,8 @@ def test_small_batches_are_as_without(form: dict[str, Any]) -> None:
     stock = after_gradients(traced("7", **form), 9)
     ours = after_gradients(rewritten("7", **form)[0], 9)
     unshard(ours, FROM)
-    assert sum(sequence.count_sharded(ours).values()) == 10 - form.get("stage", 0) - form.get("aux", 0)
+    fewer = form.get("stage", 0) + form.get("aux", 0)
+    assert sum(sequence.count_sharded(ours).values()) == 2 * LAYERS - fewer
     unshard(ours, FROM - 1)
     for graph in (stock, ours):
         graphs.settle_sums(graph, 1, FROM - 1)
