@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import stand_ins
 import torch
 import torch.distributed as dist
 from cases import counted
@@ -118,47 +119,35 @@ def group_coordinator() -> type:
 def stand_in(enabled: bool) -> dict[str, types.ModuleType]:
     """Modules of SGLang: all that is used of it, or the parts that need a GPU."""
     parts: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
-        "sglang.srt.layers": {},
         LAYERNORM_SP: {
             "initialize_layernorm_sp": lambda *, model_config: None,
             "layernorm_sp_enabled": lambda: enabled,
             "column_parallel_g_matmul": column_parallel_g_matmul,
             "row_parallel_gbar_matmul": row_parallel_gbar_matmul,
         },
+        "sglang.srt.distributed.parallel_state": {"GroupCoordinator": group_coordinator()},
     }
     HookRegistry.hooks = []
-    groups = {"GroupCoordinator": group_coordinator()}
-    parts["sglang.srt.distributed"], parts["sglang.srt.distributed.parallel_state"] = {}, groups
     if SGLANG is not None:
         flags = types.SimpleNamespace(sp=types.SimpleNamespace(enabled=None))
         rank, p = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         group = types.SimpleNamespace(world_size=p, rank_in_group=rank, device_group=dist.group.WORLD)
         parallel = types.SimpleNamespace(enable_layernorm_sp=enabled, tp_group=group)
         parts = {
-            "sglang": {},
             "sglang.srt.runtime_context": {
                 "get_flags": lambda: flags,
                 "get_forward": lambda: None,
                 "get_parallel": lambda: parallel,
             },
-            "sglang.srt.utils": {},
             "sglang.srt.utils.common": {"ceil_align": lambda n, to: n + -n % to},
-            "sglang.srt.distributed": {},
-            "sglang.srt.distributed.parallel_state": groups,
-            "sglang.srt.layers.quantization": {},
+            "sglang.srt.distributed.parallel_state": parts["sglang.srt.distributed.parallel_state"],
             "sglang.srt.layers.quantization.unquant": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
         }
-    modules = {}
-    for name, contents in parts.items():
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__path__ = list(SGLANG.submodule_search_locations or ()) if SGLANG and name == "sglang" else []
-        vars(module).update(contents)
-        modules[name] = module
+    modules = stand_ins.modules(parts)
+    if SGLANG is not None:  # these packages are SGLang's
+        del modules["sglang.srt"], modules["sglang.srt.layers"]
+        modules["sglang"].__path__ = list(SGLANG.submodule_search_locations or ())
     return modules
 
 

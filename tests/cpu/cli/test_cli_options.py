@@ -95,6 +95,8 @@ NOT_WHOLE += ["gemm_rs --n 8 --k -1", "--rounds x", "--world 0", "--tp 0", "moe 
         ("bench moe --cpu --n 8 --k 8", "bench: "),
         ("verify --world 0", "verify: --world expected a whole number from 1 to 8, got '0'"),
         ("verify --world 9", "verify: --world expected a whole number from 1 to 8, got '9'"),
+        ("verify --nodes 3 --world 4", "--world expected a multiple of --nodes 3, got 4"),
+        ("doctor --links x.json", "--links expected with --nodes"),
     ],
 )
 def test_a_wrong_option_is_one_line(command: str, words: str) -> None:

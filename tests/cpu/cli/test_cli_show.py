@@ -6,30 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from test_cli_options import invoke, refusal
 
 from flux.bench import record
-from flux.cli import app, doctor, verify
+from flux.cli import doctor, verify
 from flux.cli.findings import Finding
 from flux.cli.verify_log import Outcome
 
-runner = CliRunner()
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 FILES = [file for file in sorted(RESULTS.glob("*.json")) if '"rows"' in file.read_text()]
 BENCH = next(file for file in FILES if "gemm_rs-tp4" in file.name)
 
 
 def shown(file: Path) -> str:
-    result = runner.invoke(app, ["bench", "--show", str(file)])
+    result = invoke(f"bench --show {file}")
     assert result.exit_code == 0, result.output
     return result.stdout
-
-
-def refusal(file: Path, *more: str) -> str:
-    result = runner.invoke(app, ["bench", "--show", str(file), *more])
-    assert result.exit_code == 2 and result.stdout == "", result.output
-    (line,) = result.stderr.splitlines()
-    return line
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -49,7 +41,7 @@ def test_what_verify_and_doctor_write(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "examine", lambda **k: iter([Finding("part", "thing", "[3]", "bad", "do")]))
     for command in ("verify", "doctor"):
         file = tmp_path / f"{command}.json"
-        ran = runner.invoke(app, [command, "--json", str(file)])
+        ran = invoke(f"{command} --json {file}")
         assert ran.exit_code == 1 and not json.loads(file.read_text())["ok"]
         text = shown(file)
         assert text.splitlines()[0].startswith(f"flux {command} · ")
@@ -62,7 +54,7 @@ def test_a_file_that_is_cut_off(share: float, tmp_path: Path) -> None:
     text = BENCH.read_text().rstrip()
     cut = tmp_path / "cut.json"
     cut.write_text(text[: int(share * len(text))])
-    assert refusal(cut).endswith(f"file {cut}: expected JSON, but it is cut off")
+    assert refusal(f"bench --show {cut}").endswith(f"file {cut}: expected JSON, but it is cut off")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +75,7 @@ def test_other_json_is_one_line(what: str, texts: list[str], tmp_path: Path) -> 
     file = tmp_path / "other.json"
     for text in texts:
         file.write_text(text)
-        line = refusal(file)
+        line = refusal(f"bench --show {file}")
         assert what in line, text
         if what == "is none of these":
             assert "--show expected a result of bench, outcomes of verify, findings of doctor" in line
@@ -93,12 +85,11 @@ def test_other_json_is_one_line(what: str, texts: list[str], tmp_path: Path) -> 
 def test_only_results_of_bench_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
     (tmp_path / "doctor.json").write_text('{"findings": [], "date": "today"}')
-    line = refusal(tmp_path / "doctor.json", "--plot", str(tmp_path / "p.png"))
+    picture = tmp_path / "p.png"
+    line = refusal(f"bench --show {tmp_path / 'doctor.json'} --plot {picture}")
     assert "--plot draws results of bench" in line and "has findings of doctor" in line
     empty = record.read(BENCH)
     empty.rows.clear()
     record.write(empty, tmp_path / "empty.json")
-    result = runner.invoke(
-        app, ["bench", "--show", str(tmp_path / "empty.json"), "--plot", str(tmp_path / "p.png")]
-    )
+    result = invoke(f"bench --show {tmp_path / 'empty.json'} --plot {picture}")
     assert result.exit_code == 2 and "no row of flux to plot" in result.stderr

@@ -30,19 +30,6 @@ def test_verify(tmp_path: Path) -> None:
     assert any(outcome["case"] == "expert parallel across nodes" for outcome in outcomes)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["verify", "--nodes", "3", "--world", "4"], "--world expected a multiple of --nodes 3, got 4"),
-        (["doctor", "--links", "x.json"], "--links expected with --nodes"),
-    ],
-)
-def test_refused(arguments: list[str], told: str) -> None:
-    done = runner.invoke(app, arguments)
-    assert done.exit_code == 2
-    assert told in " ".join((done.output + done.stderr).split())
-
-
 def test_doctor_measures_what_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "links.json"
     done = runner.invoke(app, ["doctor", "--nodes", "2", "--links", str(path)])
