@@ -134,20 +134,22 @@ def stock_spec(config: Any, vp_stage: int | None = None) -> Any:
     layer = copy.deepcopy(spec.layer_specs[0])
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
     if config.multi_latent_attention:
-        layer.submodules.self_attention.submodules.core_attention = LatentAttention
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return dataclasses.replace(spec, layer_specs=[layer] * len(spec.layer_specs), layer_norm=FluxNorm)
 
 
-class LatentAttention(torch.nn.Module):
-    """Attention of heads whose keys and values differ in size."""
+class CausalAttention(torch.nn.Module):
+    """Of heads whose keys and values may differ in size."""
 
-    def __init__(self, config: Any, *, softmax_scale: float, **_: Any) -> None:
+    def __init__(self, config: Any = None, *, softmax_scale: float | None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # from [sequence, batch, head, size]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 

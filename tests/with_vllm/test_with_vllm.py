@@ -47,6 +47,14 @@ def _vllm_for_cpus() -> bool:
     return True
 
 
+# Of all engines and servers.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 pytestmark = pytest.mark.skipif(not _vllm_for_cpus(), reason="needs vllm-cpu: make vllm")
 
 
@@ -249,17 +257,13 @@ class Engines:
     def _start(self) -> subprocess.Popen[str]:
         environment = {
             **os.environ,
+            **ENVIRONMENT,
             "FLUX_VLLM_MIN_TOKENS": str(FROM),
             "FLUX_VLLM_SEQUENCE": str(SEQUENCE_FROM),
             "FLUX_TIMEOUT_S": "300",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "VLLM_CACHE_ROOT": str(self.folder / "vllm"),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine beside its workers, not in one more process
-            "VLLM_NO_USAGE_STATS": "1",
         }
         script = str(Path(__file__).with_name("vllm_engines.py"))
         return subprocess.Popen(

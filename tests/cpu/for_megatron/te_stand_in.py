@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron_models import CausalAttention
 from stand_ins import modules
 from torch import nn
 
@@ -210,29 +211,12 @@ class RMSNorm(_Norm):
     kind = "RMSNorm"
 
 
-class DotProductAttention(ExtraState, nn.Module):
-    """Causal attention of [sequence, batch, heads, size]."""
+class DotProductAttention(ExtraState, CausalAttention):
+    """Of any number of heads and groups."""
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: Any,
-        *,
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        softmax_scale: float | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        assert attention_dropout == 0.0
-        self.softmax_scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
+    def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
+        super().__init__(softmax_scale=options.get("softmax_scale"))
+        assert options.get("attention_dropout", 0.0) == 0.0
 
 
 class GroupedLinear(ExtraState, nn.Module):
@@ -321,7 +305,6 @@ def install() -> None:
     """Makes the modules importable, unless the real package is."""
     contents: dict[str, dict[str, Any]] = {
         "": {"__version__": VERSION},
-        ".common": {},
         ".common.recipe": {
             "Format": Format,
             "Recipe": Recipe,

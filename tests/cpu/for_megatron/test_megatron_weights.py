@@ -77,10 +77,12 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[Weights, Weights]], bool]] = {
 }
 
 
-def run(first: Weights, second: Weights, between: Callable[[], None] | None = None) -> list[torch.Tensor]:
+def run(
+    first: Weights, second: Weights, between: Callable[[], None] | None = None, layers: Any = None
+) -> list[torch.Tensor]:
     """The results of both layers, and the gradients of all. between: the forward and the backward pass."""
     x, scores = inputs()
-    out = on_flux(x, scores, first, second)
+    out = (layers or on_flux)(x, scores, first, second)
     if between:
         between()
     out.backward(GRAD)
@@ -89,11 +91,7 @@ def run(first: Weights, second: Weights, between: Callable[[], None] | None = No
 
 def expected() -> list[torch.Tensor]:
     """The same, by torch and token by token."""
-    first, second = apart()
-    x, scores = inputs()
-    out = by_torch(x, scores, first, second)
-    out.backward(GRAD)
-    return [out.detach(), *(leaf.grad for leaf in (x, scores, *first, *second))]  # type: ignore[list-item]
+    return run(*apart(), layers=by_torch)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
