@@ -89,7 +89,7 @@ def by_way(way: str) -> Any:
 def _workspace(group: Any) -> Any:
     import torch
 
-    from flux.comm import cuda, registry, repeat, symm_mem
+    from flux.comm import cuda, repeat, symm_mem, workspace
     from flux.measured import files
     from flux.measured.times import NO_FACTS
 
@@ -111,7 +111,7 @@ def _workspace(group: Any) -> Any:
     zeros = torch.zeros
     torch.zeros = lambda *size, pin_memory=False, **how: zeros(*size, **how)  # type: ignore[assignment]
     device = torch.device("cuda", 0)
-    turn = registry.turn(group, device)
+    turn = workspace.turn(group, device)
     meeting: Any = Echo()
     met = cuda.CudaWorkspace.meet(group, device, "gemm_rs", meeting)
     made = cuda.CudaWorkspace(cuda.Met(group, device, "gemm_rs", meeting, turn, met))
@@ -121,6 +121,6 @@ def _workspace(group: Any) -> Any:
     made._address = made._copy_address = int(made._symm_buffer.address)
     made.signal_bytes, made.slot_bytes, made.exchange_bytes = 1 << 30, ROOM, ROOM
     made._copy_room = (1 << 30, ROOM)
-    registry._workspaces[group, device] = made
+    workspace.made[group, device] = made
     repeat.of_groups[group] = made.known
     return group

@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux import moe
 from flux._native import core
-from flux.comm import cuda, registry, repeat
+from flux.comm import cuda, repeat
+from flux.comm import workspace as workspaces
 from flux.comm.cuda import CudaWorkspace, Launch
 from flux.measured import files
 from flux.measured.times import NO_FACTS, Tuning
@@ -183,8 +184,8 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
-    monkeypatch.setattr(registry, "_workspaces", {})
-    monkeypatch.setattr(registry, "_turns", {})
+    monkeypatch.setattr(workspaces, "made", {})
+    monkeypatch.setattr(workspaces, "turns", {})
     monkeypatch.setattr(repeat, "of_groups", {})
     yield made
 
@@ -211,7 +212,7 @@ def workspace(machine: Machine) -> CudaWorkspace:
 def add_workspace(group: Any) -> CudaWorkspace:
     """One that has room for every call, and nobody to meet."""
     workspace = CudaWorkspace.__new__(CudaWorkspace)
-    turn, order = registry.turn(group, DEVICE), core.LaunchOrder()
+    turn, order = workspaces.turn(group, DEVICE), core.LaunchOrder()
     error = torch.zeros(16, dtype=torch.int32)
     symm_buffer = core.SymmBuffer(
         0, group.size(), [4096] * group.size(), ROOM, ROOM, ROOM, error.data_ptr(), 1
@@ -248,7 +249,7 @@ def add_workspace(group: Any) -> CudaWorkspace:
         _error_code=ctypes.c_uint32.from_address(error.data_ptr()),
     )
     order.stream = STREAM
-    registry._workspaces[group, DEVICE] = workspace
+    workspaces.made[group, DEVICE] = workspace
     repeat.of_groups[group] = workspace.known
     return workspace
 

@@ -27,6 +27,11 @@ def floating(op: str, x: Tensor, with_scales: bool = False) -> None:
     fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
 
 
+# Why calls with fp8 operands, and such as write to `out`, have no backward pass.
+WITH_SCALES = "flux.layers trains with fp8; or "
+THROUGH_OUT = "there is no backward pass through out=: leave it away, or "
+
+
 def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: Tensor | None) -> None:
     """Refuses tensors that need gradients, in a call without a backward pass."""
     if not torch.is_grad_enabled():
@@ -35,16 +40,6 @@ def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors:
         if tensor is not None and tensor.requires_grad:
             expected = f"a tensor that needs no gradient ({why}call it under torch.no_grad())"
             fail(op, name, expected, "requires_grad=True in grad mode")
-
-
-def no_backward_with_scales(op: str, **tensors: Tensor | None) -> None:
-    """As no_backward, for a call with fp8 operands."""
-    no_backward(op, "flux.layers trains with fp8; or ", **tensors)
-
-
-def no_backward_through_out(op: str, **tensors: Tensor | None) -> None:
-    """As no_backward, for a call that writes to `out`."""
-    no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
 
 
 class Product(NamedTuple):
@@ -148,24 +143,15 @@ def norm_eps(x: object) -> float:
     return torch.finfo(wide_type(x.dtype) if isinstance(x, Tensor) else torch.float32).eps
 
 
-def reduce_scatter_args(op: str, x: Tensor, world_size: int) -> list[int]:
-    """Checks x [m, ...], of which each rank gets m / world_size rows; returns the shape of the result."""
+def rows_args(op: str, x: Tensor, p: int, gathers: bool = False) -> list[int]:
+    """Checks x [rows, ...], scattered over p ranks or gathered from them; returns the shape of the result."""
     if x.dim() < 1:
         fail(op, "x", "at least 1 dimension", "0")
-    floating(op, x)
-    if x.shape[0] % world_size:
-        expected = f"dimension 0 divisible by the {world_size} ranks of the group"
-        fail(op, "x", expected, f"shape {list(x.shape)}")
-    return [x.shape[0] // world_size, *x.shape[1:]]
-
-
-def all_gather_args(op: str, x: Tensor, world_size: int) -> list[int]:
-    """Checks x [rows, ...] of each rank; returns the shape of the result."""
-    if x.dim() < 1:
-        fail(op, "x", "at least 1 dimension", "0")
-    if x.dtype not in FP8:  # rows are only copied
+    if not gathers or x.dtype not in FP8:  # gathered rows are only copied
         floating(op, x)
-    return [x.shape[0] * world_size, *x.shape[1:]]
+    if not gathers and x.shape[0] % p:
+        fail(op, "x", f"dimension 0 divisible by the {p} ranks of the group", f"shape {list(x.shape)}")
+    return [x.shape[0] * p if gathers else x.shape[0] // p, *x.shape[1:]]
 
 
 def grads(op: str, x: Tensor, grad_output: Tensor, main_grad: Tensor | None, shape: list[int]) -> None:

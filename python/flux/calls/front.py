@@ -18,7 +18,7 @@ from flux.calls.schemas import PUBLIC_NAMES, implement
 from flux.comm import registry, repeat
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.repeat import Recipe
-from flux.comm.workspace import NOTHING, Same, Workspace
+from flux.comm.workspace import NOTHING, Same, Workspace, find, in_turn
 from flux.fp8 import scales as fp8
 from flux.plan.choose import Plan, Planned, require, workspace_plan
 
@@ -31,7 +31,7 @@ _UNCHECKED = {"scale_x", "quant", "wire", "activation"}
 
 # Of a workspace, plan and call, whose operands are matrices, and how it is repeated. Returns what
 # `Collective.answer` needs; ways that are made of other calls, which ranks compare instead, the answer.
-Way = Callable[[Any, Plan, Any, Recipe], Any]
+Way = Callable[..., Any]
 MADE_OF_CALLS = ("parts", "composed", "split", "beside")
 
 
@@ -152,11 +152,11 @@ def enter(
     if not op.differentiable:
         checks.no_backward(op.name, **inputs, out=out)
     elif "scale_x" in given:
-        checks.no_backward_with_scales(op.name, **inputs)
+        checks.no_backward(op.name, checks.WITH_SCALES, **inputs)
     if out is not None:
         outs = out if isinstance(out, list) else [out]
         written = {argument_types.entry("out", outs, i): each for i, each in enumerate(outs)}
-        checks.no_backward_through_out(op.name, **inputs, **written)
+        checks.no_backward(op.name, checks.THROUGH_OUT, **inputs, **written)
     if complete is not None:
         complete(given, group)
     grouped = op.plan is not None
@@ -165,7 +165,7 @@ def enter(
         call = op.call_of(given)
         if finish is None or to is None:
             return run(op, call, to)
-        return registry.in_turn(to, call.x.device, lambda: finish(run(op, call, to)), holds=True)
+        return in_turn(to, call.x.device, lambda: finish(run(op, call, to)), holds=True)
     variant = "" if given.get("norm_weight") is None else "_quant" if "quant" in given else "_norm"
     name = op.name + (variant if out is None else "_out")
     torch_op = getattr(torch.ops.flux, name).default
@@ -220,7 +220,7 @@ def dispatch(group_name: str, device: torch.device, op: Callable[..., Any], *arg
     """Calls a collective through torch's dispatcher; no thread comes between it and autograd's work."""
     if torch.compiler.is_compiling():
         return op(*arguments)
-    return registry.in_turn(process_group(group_name), device, op, *arguments, holds=True)
+    return in_turn(process_group(group_name), device, op, *arguments, holds=True)
 
 
 def below(
@@ -248,13 +248,13 @@ def run(
         recipe = Recipe(op.number, given, within)
         recipe.out = call.out
         return op.answer(call, op.alone(matrices, recipe))
-    return registry.in_turn(group, call.x.device, _among_ranks, op, call, group, also, within)
+    return in_turn(group, call.x.device, _among_ranks, op, call, group, also, within)
 
 
 def _among_ranks(op: Collective, call: Any, group: ProcessGroup, also: Same, within: Recipe | None) -> Any:
     given = known(call)
     facts = _facts(op, given)
-    workspace = registry.find(group, call.x.device)
+    workspace = find(group, call.x.device)
     plans = {} if workspace is None else workspace.plans
     found: Planned | None = plans.get(facts)
     sizes = op.sizes(call, group.size()) if found is None else found.sizes
@@ -319,20 +319,20 @@ def remember(
     """
     if recipe is None:
         return
-    names, tensors = _signature(kernel)
-    operands = dict(zip(names, launch.args, strict=False)) | launch.keywords
+    numbers, args = {}, launch.args
     written = {"out": recipe.out} if results is None else results
-    for name, tensor in written.items():
-        if operands[name].data_ptr() != tensor.data_ptr():
-            return
-    numbers = dict(zip(tensors, recipe.numbers(*tensors), strict=True))
-    for name, number in numbers.items():
-        given = None if number == repeat.ABSENT else recipe.given[number]
-        if name in written or operands.get(name) is None:
+    names, places = _tensors(kernel)
+    for name, i, number in zip(names, places, recipe.numbers(*names), strict=True):
+        numbers[name] = number
+        operand = args[i] if i < len(args) else launch.keywords.get(name)
+        if operand is None:
             continue
+        given = (
+            written[name] if name in written else None if number == repeat.ABSENT else recipe.given[number]
+        )
         if given is None:
-            numbers[name] = recipe.allocates(operands[name])
-        elif operands[name].data_ptr() != given.data_ptr():
+            numbers[name] = recipe.allocates(operand)
+        elif operand.data_ptr() != given.data_ptr():
             return
     for name, tensor in written.items():
         numbers[name] = recipe.returns(tensor, name if results is None else "")
@@ -344,10 +344,11 @@ def remember(
 
 
 @functools.cache
-def _signature(kernel: str) -> tuple[list[str], list[str]]:
-    """The names of the arguments of a kernel's operator, and of those that are tensors."""
+def _tensors(kernel: str) -> tuple[list[str], list[int]]:
+    """The names and places of a kernel's tensors among the arguments of its operator."""
     arguments = getattr(torch.ops.flux, kernel).default._schema.arguments
-    return [each.name for each in arguments], [each.name for each in arguments if "Tensor" in str(each.type)]
+    places = [i for i, each in enumerate(arguments) if "Tensor" in str(each.type)]
+    return [arguments[i].name for i in places], places
 
 
 def _fake(op: Collective, call: Any, group: ProcessGroup | None) -> Any:

@@ -68,7 +68,7 @@ public(f"all_reduce({_SUM}, str group_name) -> Tensor")
 public(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()")
 public(f"all_reduce_norm({_SUM}, {_NORM}, str group_name) -> (Tensor, Tensor)")
 public(f"all_reduce_quant({_SUM}, {_NORM}, str group_name, {_QUANT}) -> Tensor[]")
-# wire: how contributions travel, see _wire.py.
+# wire: how contributions travel, see flux/ops/ways/int8_sum.py.
 public("reduce_scatter(Tensor x, str group_name, str? wire=None) -> Tensor")
 public("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out, str? wire=None) -> ()")
 

@@ -138,23 +138,21 @@ class CudaWorkspace(Workspace):
         return _COMPARED
 
     def enter(self, call: Call) -> Launch:
-        """Of a launch on the current stream; synchronises only to grow. The epoch is 0: the device counts."""
+        """Of a launch on the current stream; synchronises only to grow. Yields the SymmBuffer's address, and
+        the epoch of copy engines, or 0: the device counts.
+        """
         if self._error_code.value:
             self._raise_timeout(call.op)
+        if call.copied_now():
+            if not self._fits_copy(call.signal_bytes, call.slot_bytes):
+                facts = call_facts(call, self._same, False)
+                self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, facts)
+            return self._copy_launch
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
             facts = call_facts(call, self._same, False)
             self.grow(call.signal_bytes, call.slot_bytes, call.op, facts, call.exchange_bytes)
         return self._launch
-
-    def enter_copy(self, call: Call) -> Launch:
-        """As enter, for a call that uses copy engines; yields its SymmBuffer's address, and the epoch."""
-        if self._error_code.value:
-            self._raise_timeout(call.op)
-        if not self._fits_copy(call.signal_bytes, call.slot_bytes):
-            facts = call_facts(call, self._same, False)
-            self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, facts)
-        return self._copy_launch
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
         """As grow, of the buffers for copy engines."""

@@ -1,4 +1,4 @@
-"""The workspaces of this process: one per group and device."""
+"""Makes and frees the workspaces of this process: one per group and device."""
 
 from __future__ import annotations
 
@@ -6,59 +6,33 @@ import atexit
 import ctypes
 import functools
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _native
 from flux.comm import group as groups
 from flux.comm import repeat
+from flux.comm import workspace as workspaces
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Rendezvous
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import of_nodes
-from flux.comm.workspace import ON_ALL_RANKS, Met, Workspace, broken_off, expecting_graphs
+from flux.comm.workspace import ON_ALL_RANKS, Key, Met, Workspace, broken_off, expecting_graphs, turn
+from flux.comm.workspace import find as find
+from flux.comm.workspace import in_turn as in_turn
 from flux.errors import CommTimeoutError
 
-T = TypeVar("T")
-Key = tuple[ProcessGroup, torch.device]
-
-_workspaces: dict[Key, Workspace] = {}
-_turns: dict[Key, Any] = {}
 # First calls that failed after the ranks had met: their rendezvous, and the error if it was a timeout.
 _unfinished: dict[Key, tuple[Rendezvous, CommTimeoutError | None]] = {}
 # Groups of the process from which this one was forked.
 _of_parent: set[ProcessGroup] = set()
 
 
-def in_turn(
-    group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
-) -> T:
-    """Runs fn(*arguments), a whole call on a group, in turn. holds: with work that is not flux's."""
-    its_turn = _turns.get((group, device))
-    if its_turn is None:
-        if group.size() == 1:
-            return fn(*arguments)
-        its_turn = turn(group, device)
-    run = its_turn.hold if holds else its_turn.call
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        # torch functions without a device argument use the current device.
-        with torch.cuda.device(device):
-            return run(fn, *arguments)  # type: ignore[no-any-return]
-    return run(fn, *arguments)  # type: ignore[no-any-return]
-
-
-def turn(group: ProcessGroup, device: torch.device) -> Any:
-    key = (group, device)
-    return _turns.get(key) or _turns.setdefault(key, _native.core.CallTurn(ON_ALL_RANKS))
-
-
 def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     """The workspace of a group on a device. The group's first call there creates it: a collective."""
-    workspace = _workspaces.get((group, device))
+    workspace = workspaces.made.get((group, device))
     return _make(group, device, op) if workspace is None else workspace
 
 
@@ -90,7 +64,7 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     except ON_ALL_RANKS:
         del _unfinished[key]
         raise
-    _workspaces[key] = workspace
+    workspaces.made[key] = workspace
     del _unfinished[key]
     if workspace.known is not None:
         repeat.of_groups.setdefault(group, workspace.known)
@@ -108,7 +82,7 @@ def known_of_one_rank(group: ProcessGroup) -> Any:
 
 def _clear() -> None:
     repeat.of_groups.clear()
-    _workspaces.clear()
+    workspaces.made.clear()
 
 
 def _refuse_forked(group: ProcessGroup, op: str) -> None:
@@ -126,9 +100,9 @@ def _forget_parent() -> None:
     nothing: destructors would disturb the parent (sockets), wait for its threads, or fail (GPU memory).
     """
     _of_parent.update(groups.live())
-    kept = [dict(each) for each in (_workspaces, _turns, _unfinished)]
+    kept = [dict(each) for each in (workspaces.made, workspaces.turns, _unfinished)]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not freed when the interpreter exits either
-    for each in (_workspaces, _turns, _unfinished):
+    for each in (workspaces.made, workspaces.turns, _unfinished):
         each.clear()
     repeat.forget_all()
 
@@ -144,7 +118,7 @@ def _raise_if_unfinished(key: Key) -> None:
 
 
 def _forget_destroyed_groups() -> None:
-    for kept in (_workspaces, _unfinished, _turns):
+    for kept in (workspaces.made, _unfinished, workspaces.turns):
         for key in list(kept):  # a copy: other threads add to them
             if not groups.is_live(key[0]):
                 kept.pop(key, None)
@@ -154,27 +128,23 @@ def _forget_destroyed_groups() -> None:
             expecting_graphs.discard(group)
 
 
-def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
-    return _workspaces.get((group, device))
-
-
 def existing(group: ProcessGroup) -> list[Workspace]:
-    return [workspace for (owner, _), workspace in list(_workspaces.items()) if owner is group]
+    return [workspace for (owner, _), workspace in list(workspaces.made.items()) if owner is group]
 
 
 def check(group: ProcessGroup) -> None:
     """Raises the failure of a group's workspaces, if any: see flux.check."""
     _refuse_forked(group, "check")
-    for key, its_turn in list(_turns.items()):
+    for key, its_turn in list(workspaces.turns.items()):
         if key[0] is group:
-            workspace = _workspaces.get(key)
+            workspace = workspaces.made.get(key)
             ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
             its_turn.call(ask)
 
 
 def check_all() -> None:
     """As check, for every group of this process. Waits for no stream."""
-    for group in {key[0] for key in list(_turns)}:
+    for group in {key[0] for key in list(workspaces.turns)}:
         if not groups.is_part(group):  # the group that it is a part of names ranks as users do
             check(group)
 
@@ -182,13 +152,13 @@ def check_all() -> None:
 def release(group: ProcessGroup) -> None:
     """Frees the workspaces of a group and forgets failures: see flux.release."""
     _refuse_forked(group, "release")
-    for key, its_turn in list(_turns.items()):
+    for key, its_turn in list(workspaces.turns.items()):
         if key[0] is group:
             its_turn.call(_release, key)
 
 
 def _release(key: Key) -> None:
-    workspace = _workspaces.get(key)
+    workspace = workspaces.made.get(key)
     try:
         if workspace is not None:
             workspace.release()
@@ -197,6 +167,6 @@ def _release(key: Key) -> None:
     finally:
         if workspace is not None and repeat.of_groups.get(key[0]) is workspace.known:
             repeat.of_groups.pop(key[0], None)
-        _workspaces.pop(key, None)
+        workspaces.made.pop(key, None)
         _unfinished.pop(key, None)
         turn(*key).forget()

@@ -88,7 +88,7 @@ class Recipe:
         """The operand for a tensor that the call allocates, on the device of its arguments."""
         strides = None
         # Contiguous tensors may have any stride where their size is 0 or 1.
-        if not tensor.is_contiguous() or min(tensor.shape, default=2) < 2:
+        if not tensor.is_contiguous() or not {0, 1}.isdisjoint(tensor.shape):
             usual = torch.empty(tensor.shape, device="meta").stride()
             strides = None if tensor.stride() == usual else tensor.stride()
         self.fresh.append((tuple(tensor.shape), strides, *self._like(tensor), None))

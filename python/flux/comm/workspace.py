@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -23,6 +23,7 @@ from flux.errors import CommTimeoutError
 from flux.measured import files
 from flux.measured.times import NO_FACTS
 
+T = TypeVar("T")
 HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
 MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
@@ -314,3 +315,35 @@ def broken_off(group: ProcessGroup, by: str) -> RuntimeError:
 def grown(have: int, need: int) -> int:
     """Bytes to allocate: geometric, so that slowly growing shapes do not reallocate at every step."""
     return have if need <= have else round_up(max(need, 3 * have // 2))
+
+
+Key = tuple[ProcessGroup, torch.device]
+# Of this process, by group and device; flux.comm.registry makes them, and frees them.
+made: dict[Key, Workspace] = {}
+turns: dict[Key, Any] = {}
+
+
+def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
+    return made.get((group, device))
+
+
+def in_turn(
+    group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
+) -> T:
+    """Runs fn(*arguments), a whole call on a group, in turn. holds: with work that is not flux's."""
+    its_turn = turns.get((group, device))
+    if its_turn is None:
+        if group.size() == 1:
+            return fn(*arguments)
+        its_turn = turn(group, device)
+    run = its_turn.hold if holds else its_turn.call
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # torch functions without a device argument use the current device.
+        with torch.cuda.device(device):
+            return run(fn, *arguments)  # type: ignore[no-any-return]
+    return run(fn, *arguments)  # type: ignore[no-any-return]
+
+
+def turn(group: ProcessGroup, device: torch.device) -> Any:
+    key = (group, device)
+    return turns.get(key) or turns.setdefault(key, _native.core.CallTurn(ON_ALL_RANKS))

@@ -113,7 +113,7 @@ def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
         check_routing(op.name, routing, x.device)
     if scaling:
         tensors = {"x": x, "weight": weight, "routing": routing.weights}
-        checks.no_backward_with_scales(op.name, **tensors, scale_x=scaling[0], scale_w=scaling[1])
+        checks.no_backward(op.name, checks.WITH_SCALES, **tensors, scale_x=scaling[0], scale_w=scaling[1])
     local = routing.num_experts // routing.ep_size
     if weight.dim() == 3 and weight.shape[0] != local:
         what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"

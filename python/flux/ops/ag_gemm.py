@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import torch
 
@@ -26,83 +26,69 @@ class _How(TypedDict, total=False):
     accumulate: Accumulate
 
 
+class _One(_How, total=False):
+    return_gathered: Literal[False]
+    out: Tensor | None
+    scale_x: Tensor | None
+    scale_w: Tensor | None
+
+
+class _OneGathered(_How, total=False):
+    return_gathered: Required[Literal[True]]
+    out: Tensor | None
+
+
+class _OneScaled(_OneGathered):
+    scale_x: Tensor
+    scale_w: Tensor
+
+
+class _Many(_How, total=False):
+    return_gathered: Literal[False]
+    out: Tensors | None
+    scale_x: Tensor | None
+    scale_w: Tensors | None
+
+
+class _ManyGathered(_How, total=False):
+    return_gathered: Required[Literal[True]]
+    out: Tensors | None
+
+
+class _ManyScaled(_ManyGathered):
+    scale_x: Tensor
+    scale_w: Tensors
+
+
 @overload
-def ag_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_gathered: Literal[False] = False,
-    out: Tensor | None = None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
-    **how: Unpack[_How],
-) -> Tensor: ...
+def ag_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_One]) -> Tensor: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_gathered: Literal[True],
-    out: Tensor | None = None,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_OneGathered]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_gathered: Literal[True],
-    out: Tensor | None = None,
-    scale_x: Tensor,
-    scale_w: Tensor,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_OneScaled]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
-def ag_gemm(
-    x: Tensor,
-    weight: Tensors,
-    bias: Biases | None = None,
-    *,
-    return_gathered: Literal[False] = False,
-    out: Tensors | None = None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensors | None = None,
-    **how: Unpack[_How],
-) -> list[Tensor]: ...
+def ag_gemm(x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_Many]) -> list[Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor,
-    weight: Tensors,
-    bias: Biases | None = None,
-    *,
-    return_gathered: Literal[True],
-    out: Tensors | None = None,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_ManyGathered]
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor,
-    weight: Tensors,
-    bias: Biases | None = None,
-    *,
-    return_gathered: Literal[True],
-    out: Tensors | None = None,
-    scale_x: Tensor,
-    scale_w: Tensors,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_ManyScaled]
 ) -> tuple[list[Tensor], Tensor, Tensor]: ...
 
 

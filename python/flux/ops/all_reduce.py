@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Required, TypedDict, Unpack, overload
 
 import torch
 
@@ -24,30 +24,37 @@ class _How(TypedDict, total=False):
     eps: float | None
 
 
-@overload
-def all_reduce(
-    x: Tensor, *, norm_weight: None = None, out: Tensor | None = None, **how: Unpack[_How]
-) -> Tensor: ...
+# By what is returned: the sum, that and its norm, or what is quantised too.
+class Sum(_How, total=False):
+    norm_weight: None
+    out: Tensor | None
+
+
+class Normed(_How, total=False):
+    norm_weight: Required[Tensor]
+    out: None
+    quant: None
+
+
+class Quantised(_How, total=False):
+    norm_weight: Required[Tensor]
+    out: None
+    quant: Required[Quant]
+    quant_scale: Tensor | None
+    ue8m0: bool
+    return_norm: bool
 
 
 @overload
-def all_reduce(
-    x: Tensor, *, norm_weight: Tensor, out: None = None, quant: None = None, **how: Unpack[_How]
-) -> tuple[Tensor, Tensor]: ...
+def all_reduce(x: Tensor, **how: Unpack[Sum]) -> Tensor: ...
 
 
 @overload
-def all_reduce(
-    x: Tensor,
-    *,
-    norm_weight: Tensor,
-    out: None = None,
-    quant: Quant,
-    quant_scale: Tensor | None = None,
-    ue8m0: bool = False,
-    return_norm: bool = False,
-    **how: Unpack[_How],
-) -> tuple[Tensor, ...]: ...
+def all_reduce(x: Tensor, **how: Unpack[Normed]) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_reduce(x: Tensor, **how: Unpack[Quantised]) -> tuple[Tensor, ...]: ...
 
 
 def all_reduce(

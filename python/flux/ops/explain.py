@@ -96,7 +96,7 @@ def explain(
 
 
 def _planned(op: str, device: torch.device, group: ProcessGroup | None, *problem: Any) -> Plan:
-    """problem: as of workspace_plan."""
+    """problem: as of problem_of."""
     world_size = 1 if group is None else group.size()
     workspace = None if group is None or world_size == 1 else registry.find(group, device)
     if workspace is not None:

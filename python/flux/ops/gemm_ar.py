@@ -13,7 +13,7 @@ from flux.comm.group import GroupLike, resolve_group
 from flux.fp8.scales import Accumulate
 from flux.ops import gemm as plain
 from flux.ops import norm_and_quant
-from flux.ops.all_reduce import all_reduce
+from flux.ops.all_reduce import Normed, Quantised, Sum, all_reduce
 from flux.ops.norm_and_quant import Quant
 from flux.ops.norm_and_quant import rms_norm as rms_norm
 from flux.ops.norm_and_quant import row_norm as row_norm
@@ -24,54 +24,35 @@ _OP = GEMM_AR.number
 
 
 class _How(TypedDict, total=False):
-    group: GroupLike
     transpose_weight: bool
-    residual: Tensor | None
-    eps: float | None
     scale_x: Tensor | None
     scale_w: Tensor | None
     out_dtype: torch.dtype | None
     accumulate: Accumulate
 
 
+class _Sum(Sum, _How): ...
+
+
+class _Normed(Normed, _How): ...
+
+
+class _Quantised(Quantised, _How): ...
+
+
 @overload
-def gemm_ar(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: None = None,
-    out: Tensor | None = None,
-    **how: Unpack[_How],
-) -> Tensor: ...
+def gemm_ar(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Sum]) -> Tensor: ...
 
 
 @overload
 def gemm_ar(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor,
-    out: None = None,
-    quant: None = None,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Normed]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def gemm_ar(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor,
-    out: None = None,
-    quant: Quant,
-    quant_scale: Tensor | None = None,
-    ue8m0: bool = False,
-    return_norm: bool = False,
-    **how: Unpack[_How],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Quantised]
 ) -> tuple[Tensor, ...]: ...
 
 

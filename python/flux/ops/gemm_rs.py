@@ -92,11 +92,12 @@ def _over_wire(given: dict[str, Any], group: GroupLike, wire: Literal["int8"]) -
         shape, *_ = GEMM_RS.sizes(call, resolve_group(group, "gemm_rs").size())
         int8_sum.check("gemm_rs", wire, fp8.result_dtype(x, call.scales))
         if call.scales is not None:
-            checks.no_backward_with_scales("gemm_rs", **read, scale_x=call.scales.x, scale_w=call.scales.w)
+            factors = {"scale_x": call.scales.x, "scale_w": call.scales.w}
+            checks.no_backward("gemm_rs", checks.WITH_SCALES, **read, **factors)
         if out is not None:
             checks.out_arg("gemm_rs", out, shape, x, scales=call.scales)
             checks.separate("gemm_rs", "out", out, *read.values())
-            checks.no_backward_through_out("gemm_rs", **read, out=out)
+            checks.no_backward("gemm_rs", checks.THROUGH_OUT, **read, out=out)
     of_scales = {name: given[name] for name in fp8.NAMES if name in given}
     partial = plain.gemm(x, weight, transpose_weight=transpose_weight, **of_scales)
     result = reduce_scatter(partial, group=group, out=out, wire=wire)

@@ -49,7 +49,7 @@ class Call(NamedTuple):
 def _sizes(call: Call, p: int) -> front.Sizes:
     shape, *sizes = checks.gemm_args("gemm_rs", Product(*call[:2], None, call.transpose_weight), p)
     m, n, k = sizes
-    return (shape, checks.all_gather_args("all_gather", call.rows, p)), m, n, k
+    return (shape, checks.rows_args("all_gather", call.rows, p, gathers=True)), m, n, k
 
 
 def _planned(workspace: Workspace, m: int, n: int, k: int, transpose_weight: bool, rows: Tensor) -> Plan:
@@ -92,7 +92,7 @@ def _alone(call: Call) -> None:
 def _beside(workspace: CudaWorkspace, plan: Plan, call: Product, rows: Tensor, gathered: Tensor) -> None:
     scattering, gathering = plan.parts
     rows = readable(rows.reshape(-1, gathering.k))
-    with gather.enter(workspace, gathering) as (address, epoch):
+    with workspace.enter(gathering) as (address, epoch):
         launch = (address, epoch, gathering.chunk_rows)
         _begin(rows, *launch)
         scatter.kernel(workspace, scattering, call)

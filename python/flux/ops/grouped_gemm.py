@@ -131,12 +131,7 @@ class Grouped(NamedTuple):
 
 
 def reference(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None = None,
-    activation: str | None = None,
-    *scaling: Any,
+    x: Tensor, weight: Tensor, offsets: Tensor, rows: Any = None, activation: Any = None, *scaling: Any
 ) -> Tensor:
     """grouped_gemm with torch only, expert by expert; rows without an expert are zero."""
     call = Grouped(x, weight, offsets, rows, activation, fp8.given(_NAME, *scaling))

@@ -11,7 +11,7 @@ from flux import _deprecated, _native
 from flux.calls import argument_types, checks
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, process_group, resolve_group
+from flux.comm.group import GroupLike, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.registry import check_all as check_all
 from flux.comm.workspace import expecting_graphs, round_up
@@ -182,9 +182,3 @@ def check(*, group: GroupLike = None) -> None:
     if _cuda.is_available() and _cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     registry.check(pg)
-
-
-def rank_and_size(group_name: str) -> tuple[int, int]:
-    """This process's rank in the group of that name, and the number of its ranks."""
-    group = process_group(group_name)
-    return group.rank(), group.size()

@@ -15,7 +15,7 @@ from flux.comm import cuda
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs, round_up
 from flux.fp8.products import why_not_torchs
-from flux.fp8.scales import BLOCK, Scaling
+from flux.fp8.scales import BLOCK
 from flux.measured import files
 from flux.measured.times import WAYS as ALL_WAYS
 from flux.measured.times import Model, Modelled, choose, scaled
@@ -39,13 +39,9 @@ _LIKE = {"gemm_ar_norm": ("gemm_ar", "composed")}
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # What operators do with products that have 16 bits, also those of fp8 operands.
-_ranks_send, _grouped_store = "ranks send each other products", "grouped GEMMs store results"
 _IN_16_BITS = {
-    "gemm_rs": _ranks_send,
-    "gemm_ar": _ranks_send,
-    "moe.gemm_gather_rs": _ranks_send,
-    "grouped_gemm": _grouped_store,
-    "moe.ag_scatter_gemm": _grouped_store,
+    **dict.fromkeys(("gemm_rs", "gemm_ar", "moe.gemm_gather_rs"), "ranks send each other products"),
+    **dict.fromkeys(("grouped_gemm", "moe.ag_scatter_gemm"), "grouped GEMMs store results"),
 }
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
@@ -173,25 +169,15 @@ WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
 NODES_PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
 
 
-def workspace_plan(
-    workspace: Workspace,
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool = False,
-    scaling: Scaling | None = None,
-) -> Plan:
-    """The plan of an operator on a workspace, cached by problem."""
-    sizes = (m, n, k, dtype, transpose_weight, scaling)
-    key = (op, *sizes, _invariance.active())
+def workspace_plan(workspace: Workspace, op: str, *problem: Any) -> Plan:
+    """The plan of an operator on a workspace, cached by problem, the arguments of problem_of."""
+    key = (op, *problem, _invariance.active())
     found: Planned | None = workspace.plans.get(key)
     if found is None:
-        problem = problem_of(workspace, *sizes)
-        found = workspace.plans[key] = Planned(carried_by(workspace, planned(op, problem)))
+        planning = problem_of(workspace, *problem)
+        found = workspace.plans[key] = Planned(carried_by(workspace, planned(op, planning)))
         if workspace.recorded_in:
-            _record(workspace.recorded_in, op, problem)
+            _record(workspace.recorded_in, op, planning)
     return found.plan
 
 
@@ -303,21 +289,15 @@ def _record(path: str, op: str, problem: PlanInput) -> None:
         file.write(json.dumps(told) + "\n")
 
 
-def problem_of(
-    workspace: Workspace,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool = False,
-    scaling: Scaling | None = None,
-) -> PlanInput:
+def problem_of(workspace: Workspace, *problem: Any) -> PlanInput:
+    """m, n, k and dtype, and maybe transpose_weight and scaling, on a workspace."""
+    facts = dict(zip(("m", "n", "k", "dtype", "transpose_weight", "scaling"), problem, strict=False))
     named = ("world_size", "why_not", "num_sms", "transport", "tuning", "left_free")
-    facts = {name: getattr(workspace, name) for name in named}
+    facts |= {name: getattr(workspace, name) for name in named}
     if isinstance(workspace, NodesWorkspace):
         facts |= {name: getattr(workspace, name) for name in ("topology", "engine", "links")}
         facts["nodes_way"] = workspace.way
-    return PlanInput(workspace.device.type, m, n, k, dtype, transpose_weight, scaling=scaling, **facts)
+    return PlanInput(workspace.device.type, **facts)
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:

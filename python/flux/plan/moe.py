@@ -70,7 +70,7 @@ def _make_plan(workspace: Workspace, layer: LayerProblem) -> MoePlan:
     op, max_tokens, n, k, dtype, top_k, ep_size, experts, scaling = layer
     p = workspace.world_size
     m = p * max_tokens
-    problem = problem_of(workspace, m, n, k, dtype, scaling=scaling)
+    problem = problem_of(workspace, m, n, k, dtype, False, scaling)
     why_not = why_not_fused(op, problem)
     if why_not is None and workspace.topology is not None:
         why_not = "slices of experts span nodes: ep_size is no multiple of their number"

@@ -175,10 +175,10 @@ def try_line(
 
 
 def set_deadline(seconds: float) -> None:
-    from flux.comm import registry
+    from flux.comm.workspace import made
 
     os.environ["FLUX_TIMEOUT_S"] = str(seconds)
-    for workspace in registry._workspaces.values():
+    for workspace in made.values():
         workspace.timeout_s = seconds
 
 

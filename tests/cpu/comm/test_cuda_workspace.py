@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 import flux
 from flux._native import core
 from flux.calls.checks import Product
-from flux.comm import cuda, registry, symm_mem
+from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.workspace import Met, expecting_graphs
+from flux.comm.workspace import Met, expecting_graphs, made
 from flux.measured.times import Fact, Tuning
 from flux.ops import gemm_rs_with_gather as beside
 from flux.ops import workspaces
@@ -111,8 +112,8 @@ def enter(workspace: CudaWorkspace, plan: Plan) -> int:
 
 
 def entered(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
-    with all_gather.enter(workspace, plan) as (address, epoch):
-        return address, epoch, all_gather.chunk_rows(plan, epoch)
+    with workspace.enter(plan) as (address, epoch):
+        return address, epoch, plan.chunk_rows if epoch else 0
 
 
 def plan(rows: int) -> Plan:
@@ -197,7 +198,7 @@ def test_no_copy_engines_for_calls_that_graphs_capture(
     x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
     workspace = make()
     key: Any = (workspace.group, workspace.device)
-    monkeypatch.setitem(registry._workspaces, key, workspace)
+    monkeypatch.setitem(made, key, workspace)
     assert all_gather.gather_plan(workspace, x).copied
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(workspaces, "resolve_group", lambda group, op: group)
@@ -237,7 +238,7 @@ def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> N
     with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* flux.expect_graphs.* flux.reserve"):
         entered(workspace, gathering(4096))
     machine.capturing = False
-    enter(workspace, large)
+    enter(workspace, replace(large, copied=False))
     machine.capturing = True
     assert entered(workspace, large) == (workspace._symm_buffer.address, 0, 0)
 

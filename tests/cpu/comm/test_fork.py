@@ -14,7 +14,7 @@ from repeated import CALLS, Machine, arguments
 from torch.utils.data import DataLoader, Dataset
 
 import flux
-from flux.comm import registry
+from flux.comm import workspace as workspaces
 from flux.comm.cuda import CudaWorkspace
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
@@ -143,4 +143,4 @@ def test_no_known_call_reaches_a_gpu_from_a_child(
     assert message.startswith(f"0 launches, {REFUSED.format(op.split()[0], workspace.group.group_name)}")
     machine.repeated.clear()
     CALLS[op](**given)
-    assert machine.repeated and len(workspace.known) == 1 and registry._workspaces
+    assert machine.repeated and len(workspace.known) == 1 and workspaces.made

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux.comm import registry
 from flux.comm.group import resolve_group
+from flux.comm.workspace import made
 from flux.plan.choose import PlanInput, why_not_fused
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
@@ -124,9 +125,7 @@ def lifecycle(rank: int, world_size: int) -> str:
             flux.gemm_rs(x, weight, group=group)
     group = dist.new_group(list(range(world_size)))
     flux.gemm_rs(x, weight, group=group)
-    assert sorted(key[0].group_name for key in registry._workspaces) == sorted(
-        [world.group_name, group.group_name]
-    )
+    assert sorted(key[0].group_name for key in made) == sorted([world.group_name, group.group_name])
     return ""
 
 

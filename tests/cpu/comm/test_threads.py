@@ -15,7 +15,7 @@ from cases import scenario_test
 
 import flux
 from flux._native import core
-from flux.comm import registry
+from flux.comm import workspace as workspaces
 from flux.testing import AgGemmCase, GemmRsCase
 
 THREADS = 8
@@ -117,11 +117,11 @@ def bad_thread(rank: int, p: int) -> None:
 def turns_of_groups(rank: int, p: int) -> None:
     """Destroyed groups take their turns along."""
     assert exact(rank, p, 0)
-    before = len(registry._turns)
+    before = len(workspaces.turns)
     for _ in range(2):
         group = dist.new_group(list(range(p)))
         assert exact(rank, p, 0, group)
-        assert len(registry._turns) == before + 1
+        assert len(workspaces.turns) == before + 1
         dist.destroy_process_group(group)
 
 

@@ -5,6 +5,7 @@ only (flux.comm.repeat), so the plugin's operators hand it those.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,8 @@ def given(monkeypatch: MonkeyPatch) -> dict[str, torch.Tensor]:
 
     for name in ("gemm_ar", "gemm_rs", "ag_gemm"):
         monkeypatch.setattr(flux, name, record)
-    monkeypatch.setattr(rows, "rank_and_size", lambda group_name: (0, 1))
+    of_one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    monkeypatch.setattr(rows, "process_group", lambda group_name: of_one)
     return found
 
 

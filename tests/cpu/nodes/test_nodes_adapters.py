@@ -17,8 +17,8 @@ import test_megatron_moe
 import test_moe_autograd
 import torch
 
-from flux.comm import registry
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import find, made
 from flux.testing import spawn
 
 needs_megatron = pytest.mark.skipif(
@@ -29,7 +29,7 @@ needs_megatron = pytest.mark.skipif(
 def on_nodes(rank: int, world_size: int, fn: Callable[..., Any], *arguments: Any) -> Any:
     """fn on one rank, whose calls must have had several nodes."""
     answer = fn(rank, world_size, *arguments)
-    found = [registry.find(group, torch.device("cpu")) for group, _ in list(registry._workspaces)]
+    found = [find(group, torch.device("cpu")) for group, _ in list(made)]
     assert any(isinstance(space, NodesWorkspace) and space.rail is not None for space in found)
     return answer
 

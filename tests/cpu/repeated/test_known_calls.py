@@ -12,7 +12,7 @@ import torch
 from repeated import CALLS, Machine, arguments, tensor
 
 import flux
-from flux.comm import registry
+from flux.comm import workspace
 from flux.comm.cuda import CudaWorkspace
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -121,7 +121,7 @@ def test_a_call_is_made_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(registry, "_turns", {})
+    monkeypatch.setattr(workspace, "turns", {})
     group = mock.Mock(size=lambda: 2, group_name="g")
-    seen = [registry.in_turn(group, torch.device("cuda", i), lambda: current[0]) for i in (0, 1, 0)]
+    seen = [workspace.in_turn(group, torch.device("cuda", i), lambda: current[0]) for i in (0, 1, 0)]
     assert seen == [0, 1, 0] and current == [0]

@@ -37,6 +37,7 @@ import flux
 from flux import moe
 from flux.calls import front
 from flux.comm import cuda, registry, repeat
+from flux.comm import workspace as workspaces
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import add_norm, grouped_gemm, quantize
 from flux.ops import gemm as plain
@@ -504,7 +505,7 @@ def test_a_group_that_is_released_or_destroyed_is_not_found(
     registry._forget_destroyed_groups()
     assert pair not in repeat.of_groups
     workspace.release = lambda: None  # type: ignore[method-assign]
-    registry.turn(world, DEVICE)
+    workspaces.turn(world, DEVICE)
     registry.release(world)
     assert repeat.of(world) is None
 

@@ -25,6 +25,7 @@ from vllm.config import CompilationMode, VllmConfig
 
 import flux
 from flux import _invariance
+from flux.comm.group import process_group
 from flux.fp8.scales import Scaling
 from flux.integrations.vllm import required_names
 from flux.integrations.vllm.behind_norm import (
@@ -49,7 +50,6 @@ from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, sha
 from flux.integrations.vllm.thresholds import fingerprint
 from flux.ops.explain import current_device, why_unfused
 from flux.ops.gemm import SERVED_TOKENS
-from flux.ops.workspaces import rank_and_size
 
 # In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.
 _WITH_NORM = "AllReduce"
@@ -194,7 +194,7 @@ def layer_of(
     ranks: int | None = None,
 ) -> Layer:
     """What ranges depend on, of a layer with a weight [n, k] of each rank; scaling: of fp8 ones."""
-    ranks = ranks or rank_and_size(group_name)[1]
+    ranks = ranks or process_group(group_name).size()
     unfused = why_unfused("gemm_rs", ranks, n, k, dtype, current_device(), group_name, scaling=scaling)
     itemsize = (scaling.out_dtype if scaling else dtype).itemsize
     # Up to which sums vLLM fuses them with RMSNorm; 0 if it does not, or does not say.

@@ -21,11 +21,11 @@ import torch
 from torch.nn.functional import linear, pad
 
 import flux
+from flux.comm.group import process_group
 from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, operator, plain
 from flux.ops import add_norm as joined
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
-from flux.ops.workspaces import rank_and_size
 
 Tensor = torch.Tensor
 _torch_library: Any = torch.library  # not typed
@@ -228,19 +228,19 @@ def rows_are_own() -> bool:
 
 def share_of(x: Tensor, group_name: str) -> int:
     """How many rows a rank has, with those that pad the last ranks'."""
-    return -(-x.shape[0] // rank_and_size(group_name)[1])
+    return -(-x.shape[0] // process_group(group_name).size())
 
 
 def own_rows(x: Tensor, whole: bool, group_name: str) -> Tensor:
     """This rank's rows of x, which has all rows if it is `whole`, and is sharded if not."""
     share = share_of(x, group_name)
-    first = rank_and_size(group_name)[0] * share if whole else 0
+    first = process_group(group_name).rank() * share if whole else 0
     return _padded(x[first : first + share], share)
 
 
 def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
     """x with rows of zeros behind it, so that all ranks have the same number."""
-    return _padded(x, share_of(x, group_name) * rank_and_size(group_name)[1])
+    return _padded(x, share_of(x, group_name) * process_group(group_name).size())
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

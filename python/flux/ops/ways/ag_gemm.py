@@ -247,8 +247,8 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
         if targets:
             _collect(source, targets[0], address, epoch, *collected)
 
-    with gather.enter(workspace, plan) as (address, epoch):
-        chunk_rows = gather.chunk_rows(plan, epoch)
+    with workspace.enter(plan) as (address, epoch):
+        chunk_rows = plan.chunk_rows if epoch else 0
         enqueue()
     written = [*(product for *_, product in launches), *targets]
     if recipe is not None and in_place(written, call.out):

@@ -17,7 +17,7 @@ from flux._memory import movable, readable, writable
 from flux.calls import checks, front
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
-from flux.comm.cuda import CudaWorkspace, Launch
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops.ways import two_level
@@ -50,7 +50,7 @@ def call(
 
 
 def _sizes(call: Call, p: int) -> front.Sizes:
-    shape = checks.all_gather_args("all_gather", call.x, p)
+    shape = checks.rows_args("all_gather", call.x, p, gathers=True)
     return shape, shape[0], 0, math.prod(shape[1:])
 
 
@@ -74,10 +74,6 @@ def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_
     return carried_by(workspace, plan)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
-    unfused(call.x, workspace.group, call.out)
-
-
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     """out = the rows of all ranks, with torch."""
     if out.numel() > 0:
@@ -89,20 +85,10 @@ def torch_all_gather() -> Callable[..., object]:
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def enter(workspace: CudaWorkspace, plan: Plan) -> Launch:
-    """Of a gather's launches: yields its SymmBuffer's address and copy_epoch, as arguments of kernels."""
-    return workspace.enter_copy(plan) if plan.copied_now() else workspace.enter(plan)
-
-
-def chunk_rows(plan: Plan, epoch: int) -> int:
-    """Rows for each signal of the copy engines; 0 if SMs send."""
-    return plan.chunk_rows if epoch else 0
-
-
 def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
     source, target = readable(call.x), writable(call.out)
-    with enter(workspace, plan) as (address, epoch):
-        options = (address, epoch, chunk_rows(plan, epoch), False)
+    with workspace.enter(plan) as (address, epoch):
+        options = (address, epoch, plan.chunk_rows if epoch else 0, False)
         enqueue = functools.partial(_kernel, source, target, *options)
         enqueue()
     front.remember("_all_gather", recipe, enqueue, workspace, by_copy_engine=epoch > 0)
@@ -170,6 +156,11 @@ ALL_GATHER = front.Collective(
     sizes=_sizes,
     matrices=_matrices,
     plan=lambda workspace, call, sizes: gather_plan(workspace, call.x, at_once=call.at_once),
-    ways={"torch": by_torch, "kernel": kernel, "protocol": protocol, "nodes": nodes},
+    ways={
+        "torch": lambda workspace, plan, call, _: unfused(call.x, workspace.group, call.out),
+        "kernel": kernel,
+        "protocol": protocol,
+        "nodes": nodes,
+    },
 )
 _kernel: Any = torch.ops.flux._all_gather.default

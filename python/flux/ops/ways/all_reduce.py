@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from flux import _invariance
 from flux._memory import wide_type
@@ -103,9 +105,13 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe
     total = out if in_place else torch.empty(out.shape, dtype=wide, device=out.device)
     if total.data_ptr() != x.data_ptr():
         total.copy_(x)
-    dist.all_reduce(total, group=workspace.group)
-    if residual is not None:
-        total += residual
+    sum_by_torch(total, workspace.group, out, () if residual is None else (residual,))
+
+
+def sum_by_torch(total: Tensor, group: ProcessGroup, out: Tensor, addends: Sequence[Tensor]) -> None:
+    """out = the sum over ranks of `total`, in which it is made, plus addends."""
+    dist.all_reduce(total, group=group)
+    two_level.add(total, addends)
     if total is not out:
         out.copy_(total)
 
@@ -125,21 +131,34 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
     p, rank = (topology.world_size, workspace.rank) if composed else (topology.ranks, workspace.local)
     dealt, share = _padded(x, room).view(p, -1), x.new_empty(1, room // p)
     added = [] if residual is None else [_padded(residual, room).view(p, 1, -1)[rank]]
-    if composed:
-        scattered = workspace_plan(workspace, "reduce_scatter", p, room // p, 0, x.dtype)
-        if scattered.by_flux:
-            reduce_scatter.on_nodes(workspace, scattered, reduce_scatter.Call(dealt, share), added)
-        else:
-            reduce_scatter.unfused(dealt, workspace.group, share)
-            two_level.add(share, added)
-        gather.call(share, workspace.group, total.view(p, -1))
-    else:
-        part = reduce_scatter.Call(dealt)
-        two_level.sum_whole(workspace, reduce_scatter.REDUCE_SCATTER, part, share, added)
-        workspace.inside("the gather of shares")
-        gather.call(share, workspace.node_group, total.view(p, -1))
+    part, problem = reduce_scatter.Call(dealt, share), (p, room // p, 0, x.dtype)
+    by_shares(workspace, composed, reduce_scatter.REDUCE_SCATTER, part, added, total.view(p, -1), problem)
     if count != room:
         out.view(-1).copy_(total[:count])
+
+
+def by_shares(
+    workspace: NodesWorkspace,
+    composed: bool,
+    op: front.Collective,
+    part: Any,
+    addends: Sequence[Tensor],
+    whole: Tensor,
+    problem: tuple[Any, ...],
+) -> None:
+    """whole = the sum that `part`, a call of a scattering operator, makes, with addends of this rank's share.
+    composed: all ranks have shares, not those of each node. problem: of the scatter, as of workspace_plan.
+    """
+    group = workspace.group if composed else workspace.node_group
+    if not composed:
+        two_level.sum_whole(workspace, op, part, part.out, addends)
+        workspace.inside("the gather of shares")
+    elif (plan := workspace_plan(workspace, op.name, *problem)).by_flux:
+        op.ways["nodes"](workspace, plan, part, None, addends)
+    else:
+        op.ways["torch"](workspace, plan, part, None)
+        two_level.add(part.out, addends)
+    gather.call(part.out, group, whole)
 
 
 def _padded(x: Tensor, room: int) -> Tensor:

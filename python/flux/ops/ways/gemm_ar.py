@@ -6,7 +6,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from flux._memory import aligned, readable_if_any, writable
 from flux.calls import checks, front
@@ -22,10 +21,9 @@ from flux.ops import gemm as plain
 from flux.ops.norm_and_quant import NONE, End, Made
 from flux.ops.ways import all_gather as gather
 from flux.ops.ways import exchange, two_level
-from flux.ops.ways import gemm_rs as scatter
-from flux.ops.ways.all_reduce import ALL_REDUCE
+from flux.ops.ways.all_reduce import ALL_REDUCE, by_shares, sum_by_torch
 from flux.ops.ways.gemm_rs import GEMM_RS
-from flux.plan.choose import Plan, workspace_plan
+from flux.plan.choose import Plan
 
 Tensor = torch.Tensor
 
@@ -79,23 +77,15 @@ def _alone(call: Call) -> None:
 
 
 def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
-    x, out, residual = call.x, call.out, call.residual
+    out, addends = call.out, call.addends()
     if out.numel() == 0:
         return
-    product = out
-    if residual is not None and residual.data_ptr() == out.data_ptr():
-        product = torch.empty_like(out)
-    if x.shape[1] == 0:
-        product.zero_()
-    elif x.is_cuda:
+    if call.x.is_cuda:  # NCCL sums in the result's dtype
+        product = torch.empty_like(out) if addends and addends[-1].data_ptr() == out.data_ptr() else out
         plain.unfused(call.product(product))
-        dist.all_reduce(product, group=workspace.group)
-    else:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in the result's
-        product = wide_product(x, call.weight, call.transpose_weight, call.scales)
-        dist.all_reduce(product, group=workspace.group)
-    two_level.add(product, call.addends())
-    if product is not out:
-        out.copy_(product)
+    else:
+        product = wide_product(call.x, call.weight, call.transpose_weight, call.scales)
+    sum_by_torch(product, workspace.group, out, addends)
 
 
 def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
@@ -179,19 +169,8 @@ def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Reci
         share = total.new_empty(dealt // p, plan.n)
         own = call.addends(slice(rank * len(share), (rank + 1) * len(share)))
         part = call.rows(slice(dealt)).product(share)
-        if composed:
-            facts = (plan.n, plan.k, call.x.dtype, plan.transpose_weight, plan.scaling)
-            scattered = workspace_plan(workspace, "gemm_rs", dealt, *facts)
-            if scattered.by_flux:
-                scatter.on_nodes(workspace, scattered, part, own)
-            else:
-                scatter.by_torch(workspace, scattered, part)
-                two_level.add(share, own)
-            gather.call(share, workspace.group, total[:dealt])
-        else:
-            two_level.sum_whole(workspace, GEMM_RS, part, share, own)
-            workspace.inside("the gather of shares")
-            gather.call(share, workspace.node_group, total[:dealt])
+        problem = (dealt, plan.n, plan.k, call.x.dtype, plan.transpose_weight, plan.scaling)
+        by_shares(workspace, composed, GEMM_RS, part, own, total[:dealt], problem)
     if dealt < plan.m:
         rest = slice(dealt, plan.m)
         alone = call.rows(rest)._replace(bias=None, residual=None)

@@ -12,7 +12,6 @@ from flux import _native
 from flux._memory import aligned, readable_if_any, wide_type, writable
 from flux.calls import checks, front
 from flux.calls.checks import Product
-from flux.comm import group as groups
 from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
@@ -45,22 +44,12 @@ def parts(workspace: Workspace, plan: Plan, call: Product, recipe: repeat.Recipe
 
 def by_torch(workspace: Workspace, plan: Plan, call: Product, *_: Any) -> None:
     x, weight, bias, transpose_weight, out, scales = call
-    if out.numel() == 0:
-        return
-    total = out
-    if x.shape[1] == 0:
-        out.zero_()
-    elif x.is_cuda:
+    if x.is_cuda:
         partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
         plain.unfused(call._replace(bias=None, out=partial))
-        groups.reduce_scatter()(out, partial, group=workspace.group)
-    else:  # gloo is slow in any dtype, so it sums in the wide type
+    else:
         partial = product(x, weight, transpose_weight, scales)
-        total = torch.empty(out.shape, dtype=partial.dtype)
-        groups.reduce_scatter()(total, partial, group=workspace.group)
-    two_level.add(total, () if bias is None else (bias,))
-    if total is not out:
-        out.copy_(total)
+    reduce_scatter.unfused(partial, workspace.group, out, () if bias is None else (bias,))
 
 
 def kernel(workspace: CudaWorkspace, plan: Plan, call: Product, recipe: repeat.Recipe | None = None) -> None:
@@ -72,7 +61,7 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Product, recipe: repeat.R
     staging = None
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
-    with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
+    with workspace.enter(plan) as (address, epoch):
         options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
         scaled = {} if scales is None else scales.for_kernel(x)
         enqueue = functools.partial(_kernel, *tensors, *options, plan.batch_invariant, **scaled)
@@ -82,12 +71,10 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Product, recipe: repeat.R
         out.copy_(target)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Product, *_: Any) -> None:
-    on_nodes(workspace, plan, call, () if call.bias is None else (call.bias,))
-
-
-def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Product, addends: Sequence[Tensor]) -> None:
-    """The same, plus addends [n] or [m/p, n] instead of the bias."""
+def nodes(
+    workspace: NodesWorkspace, plan: Plan, call: Product, recipe: Any, addends: Sequence[Tensor] = ()
+) -> None:
+    """addends: [n] or [m/p, n], instead of a bias."""
     x, scales = call.x, call.scales
 
     def inside(some: two_level.Select, node_sum: Tensor) -> None:
@@ -95,7 +82,8 @@ def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Product, addends: Sequ
         part = call._replace(x=some(x), bias=None, out=node_sum, scales=theirs)
         front.below(GEMM_RS, part, workspace.node_group)
 
-    two_level.scatter(workspace, plan, x.shape[0], inside, call.out, addends)
+    added = addends if call.bias is None else (call.bias,)
+    two_level.scatter(workspace, plan, x.shape[0], inside, call.out, added)
 
 
 def protocol(workspace: CpuWorkspace, plan: Plan, call: Product, recipe: repeat.Recipe) -> None:

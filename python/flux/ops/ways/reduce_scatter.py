@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 def _sizes(call: Call, p: int) -> front.Sizes:
     int8_sum.check("reduce_scatter", call.wire, call.x.dtype)
-    shape = checks.reduce_scatter_args("reduce_scatter", call.x, p)
+    shape = checks.rows_args("reduce_scatter", call.x, p)
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     return shape, p, math.prod(shape), 0
 
@@ -54,14 +54,15 @@ def _plan(workspace: Workspace, call: Call, sizes: front.Sizes) -> Plan:
     return replace(int8_sum.planned(plan, workspace, *call.out.shape), batch_invariant=False)
 
 
-def unfused(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """out = this rank's rows of the sum of all ranks' x, with torch."""
+def unfused(x: Tensor, group: ProcessGroup, out: Tensor, addends: Sequence[Tensor] = ()) -> None:
+    """out = this rank's rows of the sum of all ranks' x, with torch, plus addends."""
     if out.numel() == 0:
         return
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     wide = out.dtype if out.is_cuda else wide_type(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
     groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)
+    two_level.add(total, addends)
     if total is not out:
         out.copy_(total)
 
@@ -76,12 +77,10 @@ def run(workspace: Any, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
         way(workspace, plan, exchange.Call(call.x, out=call.out), recipe)
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
-    on_nodes(workspace, plan, call)
-
-
-def on_nodes(workspace: NodesWorkspace, plan: Plan, call: Call, addends: Sequence[Tensor] = ()) -> None:
-    """The same, plus addends [n]."""
+def nodes(
+    workspace: NodesWorkspace, plan: Plan, call: Call, recipe: Any, addends: Sequence[Tensor] = ()
+) -> None:
+    """addends: [n], which are added, too."""
 
     def inside(some: two_level.Select, node_sum: Tensor) -> None:
         front.below(REDUCE_SCATTER, Call(some(call.x), node_sum), workspace.node_group)
