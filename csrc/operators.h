@@ -94,10 +94,8 @@ namespace flux::ag_gemm {
 
 // How rows are sent to peers: by CTAs or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: CTAs of the launch push the rows, and the device counts the epochs, so that CUDA graphs can replay calls. Else
-  // copy engines push them, and the host counts the epochs: a copy needs its destination when it is enqueued.
-  uint32_t copy_epoch;
-  int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
+  uint32_t copy_epoch;  // 0: CTAs of the launch push the rows; else as in gemm_rs::Transport
+  int chunk_rows;       // copy engines: rows announced by one signal, a multiple of kBlockM
 };
 
 // out[m, n] = x * weight^T + bias for the rows of all ranks; args.x holds this rank's rows, contiguous.

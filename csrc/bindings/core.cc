@@ -15,7 +15,6 @@
 #include "gemm_rs/plan.h"
 #include "runtime/host_atomics.h"
 
-namespace py = pybind11;
 using namespace pybind11::literals;
 
 namespace flux::bindings {
@@ -468,7 +467,6 @@ PYBIND11_MODULE(_core, m) {
   for (const char* name : {"VERSION", "WHY_NO_KERNELS", "CUDA_VERSION", "COMMIT"})
     m.attr(name) = kBuildFacts[fact++];
   bind_atomics(m);
-  bind_turn(m);
   bind_known_calls(m);
   bind_workspace(m);
   bind_selection(m);

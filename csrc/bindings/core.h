@@ -9,18 +9,20 @@
 
 namespace flux::bindings {
 
+namespace py = pybind11;
+
 // What a wait without the GIL calls now and then: throws if the user interrupts it.
 inline void check_signals() {
-  const pybind11::gil_scoped_acquire hold;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  const py::gil_scoped_acquire hold;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // A method that takes its arguments as an array: pybind11's calls take several times as long.
 template <class Self, PyObject* (Self::*kMethod)(PyObject* const* args, Py_ssize_t count)>
 PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   try {
-    return (pybind11::handle(self).cast<Self&>().*kMethod)(args, count);
-  } catch (pybind11::error_already_set& error) {
+    return (py::handle(self).cast<Self&>().*kMethod)(args, count);
+  } catch (py::error_already_set& error) {
     error.restore();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -29,22 +31,21 @@ PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 }
 
 template <class Self, PyObject* (Self::*kMethod)(PyObject* const* args, Py_ssize_t count)>
-void add_method(pybind11::class_<Self>& type, const char* name, const char* doc) {
+void add_method(py::class_<Self>& type, const char* name, const char* doc) {
   static PyMethodDef method = {
       name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_method<Self, kMethod>)),
       METH_FASTCALL, doc};
   auto* const of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  type.attr(name) = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(of, &method));
+  type.attr(name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(of, &method));
 }
 
 // The version, why there are no kernels (empty if there are some), their CUDA, and the commit (empty if unknown).
 extern const char* const kBuildFacts[4];
 
-void bind_known_calls(pybind11::module_& m);
-void bind_moe(pybind11::module_& m);
-void bind_turn(pybind11::module_& m);
+void bind_known_calls(py::module_& m);
+void bind_moe(py::module_& m);
 // Defects that a sanitizer must report. Only in builds with FLUX_SANITIZE.
-void bind_planted(pybind11::module_& m);
+void bind_planted(py::module_& m);
 
 // ---- argument checks, before flux._core multiplies, divides or indexes ----
 //
@@ -58,8 +59,8 @@ constexpr int kMaxSms = 1 << 16;
 
 inline void check_range(const std::string& what, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) {
-    throw pybind11::value_error(what + ": expected " + std::to_string(low) + " to " + std::to_string(high) +
-                                ", got " + std::to_string(value));
+    throw py::value_error(what + ": expected " + std::to_string(low) + " to " + std::to_string(high) +
+                          ", got " + std::to_string(value));
   }
 }
 
@@ -71,13 +72,13 @@ inline void check_index(const std::string& what, int64_t index, int64_t count) {
 
 inline void check_multiple(const std::string& what, int64_t value, const std::string& of, int64_t divisor) {
   if (value % divisor != 0)
-    throw pybind11::value_error(what + ": expected a multiple of " + of + ", got " + std::to_string(value));
+    throw py::value_error(what + ": expected a multiple of " + of + ", got " + std::to_string(value));
 }
 
 inline uint64_t checked_word(const char* what, uint64_t address) {
   if (address == 0 || address % sizeof(uint32_t) != 0) {
-    throw pybind11::value_error(std::string(what) + ": expected an address, a non-null multiple of 4, got " +
-                                std::to_string(address));
+    throw py::value_error(std::string(what) + ": expected an address, a non-null multiple of 4, got " +
+                          std::to_string(address));
   }
   return address;
 }
@@ -110,8 +111,7 @@ inline void check_problem(int m, int n, int world_size) {
 inline int checked_slot_index(int src, int owner) {
   check_index("src", src, runtime::kMaxWorldSize);
   check_index("owner", owner, runtime::kMaxWorldSize);
-  if (src == owner)
-    throw pybind11::value_error("src: expected another rank than owner " + std::to_string(owner));
+  if (src == owner) throw py::value_error("src: expected another rank than owner " + std::to_string(owner));
   return runtime::slot_index(src, owner);
 }
 

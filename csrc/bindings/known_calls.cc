@@ -7,10 +7,8 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "bindings/call_turn.h"
-#include "bindings/known_arguments.h"
+#include "bindings/calls.h"
 
-namespace py = pybind11;
 using namespace pybind11::literals;
 
 namespace flux::bindings {
@@ -96,10 +94,7 @@ class KnownCalls {
     std::vector<py::object> fresh;
     fresh.reserve(known->fresh.size());
     void* made[kMaxArguments];
-    if (const Made done = allocate(*known, arguments, kDirect, &fresh, made); done != Made::kAll) {
-      if (done == Made::kFailed) return nullptr;
-      Py_RETURN_NONE;
-    }
+    if (!allocate(*known, arguments, kDirect, &fresh, made)) return none_or_error();
     const auto address = [&](int operand) -> void* {
       if (operand < 0) return made[-1 - operand];
       return operand != kAbsent && arguments.is_tensor[operand] ? arguments.tensors[operand].data : nullptr;
@@ -108,10 +103,7 @@ class KnownCalls {
       if (operand < 0) return fresh[-1 - operand].ptr();
       return operand == kAbsent ? Py_None : arguments.objects[operand];
     };
-    if (!enqueue(*known, arguments, address, object)) {
-      if (PyErr_Occurred()) return nullptr;
-      Py_RETURN_NONE;
-    }
+    if (!enqueue(*known, arguments, address, object)) return none_or_error();
     if (known->follows.has_value() && !follow(*known->follows, object, &fresh)) return nullptr;
     const auto result = [&](int i) { return Py_NewRef(i < 0 ? fresh[-1 - i].ptr() : arguments.objects[i]); };
     if (known->one_result) return result(known->results[0]);
@@ -205,11 +197,12 @@ class KnownCalls {
     return nullptr;
   }
 
-  enum class Made { kAll, kUnknown, kFailed };
+  static PyObject* none_or_error() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
-  // Allocates the tensors of a call. A tensor in a block that is no result stays null. kFailed: with an exception set.
-  // direct: as in `call`; an operator's results may not share memory, so below the dispatcher there is no block.
-  Made allocate(const KnownCall& known, const Arguments& arguments, bool direct,
+  // Allocates the tensors of a call; false if torch cannot describe one, or with an exception set. A tensor in a block
+  // that is no result stays null. direct: as in `call`; an operator's results may not share memory, so below the
+  // dispatcher there is no block.
+  bool allocate(const KnownCall& known, const Arguments& arguments, bool direct,
                 std::vector<py::object>* fresh, void** addresses) const {
     const auto make = [&](const Fresh& wanted) {
       return py::reinterpret_steal<py::object>(
@@ -220,8 +213,7 @@ class KnownCalls {
     const bool shares = known.block != nullptr && direct && torch_->has_views();
     if (shares) {
       block = make(*known.block);
-      if (block.ptr() == nullptr) return Made::kFailed;
-      if (!torch_->describe(block.ptr(), &described)) return Made::kUnknown;
+      if (block.ptr() == nullptr || !torch_->describe(block.ptr(), &described)) return false;
     }
     char* const begin = shares ? static_cast<char*>(described.data) : nullptr;
     for (const Fresh& wanted : known.fresh) {
@@ -233,9 +225,8 @@ class KnownCalls {
       }
       if (!shares || !wanted.in_block) {
         fresh->push_back(make(wanted));
-        if (fresh->back().ptr() == nullptr) return Made::kFailed;
         dlpack::Tensor own;
-        if (!torch_->describe(fresh->back().ptr(), &own)) return Made::kUnknown;
+        if (fresh->back().ptr() == nullptr || !torch_->describe(fresh->back().ptr(), &own)) return false;
         *address = own.data;
         continue;
       }
@@ -244,9 +235,9 @@ class KnownCalls {
       if (!wanted.is_result) continue;
       fresh->back() = py::reinterpret_steal<py::object>(
           torch_->view(block.ptr(), wanted.shape, wanted.block_strides, wanted.offset));
-      if (fresh->back().ptr() == nullptr) return Made::kFailed;
+      if (fresh->back().ptr() == nullptr) return false;
     }
-    return Made::kAll;
+    return true;
   }
 
   // Tells autograd which arguments a call writes. False if one of them overlaps another argument.
@@ -348,11 +339,11 @@ class KnownCalls {
 
 }  // namespace
 
-void bind_turn(py::module_& m) {
-  py::class_<CallTurn> type(m, "CallTurn",
+void bind_known_calls(py::module_& m) {
+  py::class_<CallTurn> turn(m, "CallTurn",
                             "The calls of a process on one group: one after the other, in order of arrival.");
   // Lambdas that take a reference, because a member function would accept None as a null pointer.
-  type.def(py::init<py::object>(), "refusals"_a,
+  turn.def(py::init<py::object>(), "refusals"_a,
            "refusals: types of exceptions that all ranks raise together, which break nothing off.")
       .def(
           "open", [](CallTurn& self) { self.open(); },
@@ -364,10 +355,10 @@ void bind_turn(py::module_& m) {
                              "Name of the exception that broke a call off, or None.")
       .def("forget", [](CallTurn& self) { self.forget(); }, "Forgets what broke a call off.");
   add_method<CallTurn, &CallTurn::call<false>>(
-      type, "call",
+      turn, "call",
       "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. Calls may be nested.");
   add_method<CallTurn, &CallTurn::call<true>>(
-      type, "hold",
+      turn, "hold",
       "hold(fn, *args)\n--\n\nAs call, with what comes after it: of that, only an interrupt breaks it off.");
 
   py::class_<LaunchOrder>(m, "LaunchOrder",
@@ -389,9 +380,7 @@ void bind_turn(py::module_& m) {
           "A raw stream that nobody destroys: known calls may follow the last call there.")
       .def_readwrite("event", &LaunchOrder::event,
                      "What to wait for before the next call, or None: the last call's stream.");
-}
 
-void bind_known_calls(py::module_& m) {
   m.attr("ABSENT_OPERAND") = kAbsent;
   m.attr("LAUNCH_TABLE") = py::bytes(runtime::kLaunchTableName);  // name of the capsule
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")

@@ -8,7 +8,6 @@
 #include "bindings/core.h"
 #include "moe/routing.h"
 
-namespace py = pybind11;
 using namespace pybind11::literals;
 
 namespace flux::bindings {

@@ -1,7 +1,8 @@
 
-#include "gemm/sm90/instances.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
+
+FLUX_KERNELS(flux::gemm::SwapAbFamily<flux::gemm::ExchangeOutput, false>)
 
 namespace flux::gemm_ar {
 namespace {

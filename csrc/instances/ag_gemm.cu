@@ -1,4 +1,4 @@
 #include "ag_gemm/gather.cuh"
-#include "gemm/sm90/instances.cuh"
+#include "gemm/sm90/launch.cuh"
 
-template class flux::gemm::KernelTable<flux::gemm::GemmFamily<flux::ag_gemm::GatherStore, false>>;
+FLUX_KERNELS(flux::gemm::GemmFamily<flux::ag_gemm::GatherStore, false>)

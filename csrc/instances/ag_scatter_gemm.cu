@@ -1,5 +1,4 @@
-#include "gemm/sm90/instances.cuh"
 #include "moe/arriving_rows.cuh"
 #include "moe/grouped_launch.cuh"
 
-template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::ArrivingRows, false>>;
+FLUX_KERNELS(flux::moe::GroupedFamily<flux::moe::ArrivingRows, false>)

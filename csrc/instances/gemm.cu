@@ -1,3 +1,3 @@
-#include "gemm/sm90/instances.cuh"
+#include "gemm/sm90/launch.cuh"
 
-template class flux::gemm::KernelTable<flux::gemm::GemmFamily<flux::gemm::LocalStore, false>>;
+FLUX_KERNELS(flux::gemm::GemmFamily<flux::gemm::LocalStore, false>)

@@ -1,6 +1,5 @@
-#include "gemm/sm90/instances.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 
-template class flux::gemm::KernelTable<flux::gemm::GemmFamily<flux::gemm::LocalStore, true>>;
-template class flux::gemm::KernelTable<flux::gemm::GemmFamily<flux::gemm::SplitStore, true>>;
-template class flux::gemm::KernelTable<flux::gemm::SwapAbFamily<flux::gemm::LocalOutput, true>>;
+FLUX_KERNELS(flux::gemm::GemmFamily<flux::gemm::LocalStore, true>)
+FLUX_KERNELS(flux::gemm::GemmFamily<flux::gemm::SplitStore, true>)
+FLUX_KERNELS(flux::gemm::SwapAbFamily<flux::gemm::LocalOutput, true>)

@@ -1,4 +1,4 @@
-#include "gemm/sm90/instances.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "gemm_rs/store.cuh"
 
-template class flux::gemm::KernelTable<flux::gemm::GemmFamily<flux::gemm_rs::SlotStore, false>>;
+FLUX_KERNELS(flux::gemm::GemmFamily<flux::gemm_rs::SlotStore, false>)

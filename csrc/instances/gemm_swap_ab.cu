@@ -1,4 +1,3 @@
-#include "gemm/sm90/instances.cuh"
 #include "gemm/sm90/launch_swap_ab.cuh"
 
-template class flux::gemm::KernelTable<flux::gemm::SwapAbFamily<flux::gemm::LocalOutput, false>>;
+FLUX_KERNELS(flux::gemm::SwapAbFamily<flux::gemm::LocalOutput, false>)

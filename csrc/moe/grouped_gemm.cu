@@ -1,9 +1,8 @@
-#include "gemm/sm90/instances.cuh"
 #include "moe/grouped_launch.cuh"
 
 // Those of 16 bits are compiled here, beside the schedule.
-extern template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::OrderedRows, true>>;
-extern template class flux::gemm::KernelTable<flux::moe::GroupedFamily<flux::moe::ScaledIndexedRows, true>>;
+FLUX_KERNELS(flux::moe::GroupedFamily<flux::moe::OrderedRows, false>)
+FLUX_KERNELS(flux::moe::GroupedFamily<flux::moe::IndexedRows, false>)
 
 namespace flux::moe {
 namespace {

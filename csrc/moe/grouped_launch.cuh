@@ -108,8 +108,7 @@ void launch_grouped_as(const GroupedGemmArgs& args, const Schedule& schedule, in
   params.out = args.out;
   params.rows = rows;
   runtime::Launch(num_sms, gemm::kNumThreads, grouped_smem_bytes(tile), stream)
-      .run(gemm::KernelTable<GroupedFamily<Rows, kFp8>>::on_current_device().get(
-               args.dtype, args.transpose_weight, config),
+      .run(gemm::kernels_of<GroupedFamily<Rows, kFp8>>().get(args.dtype, args.transpose_weight, config),
            params);
 }
 

@@ -12,7 +12,7 @@
 // completes on a barrier that only the cleaner waits for, which completes that of the math warps: their loop is that of
 // all GEMM kernels.
 
-#include "gemm/sm90/instances.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "moe/moe.h"
 
 namespace flux::moe {

@@ -23,8 +23,11 @@ class KernelTable {
  public:
   using Kernel = void (*)(typename Family::Params);
 
-  // Kernels are loaded, and may use their shared memory. Defined in instances.cuh: callers do not compile kernels.
-  static KernelTable& on_current_device();
+  // Kernels are loaded, and may use their shared memory.
+  static KernelTable& on_current_device() {
+    loaded_.load();
+    return table();
+  }
 
   // dtype: of the result. Results in fp32, if there are any, come from the kernels for bf16.
   Kernel get(runtime::DType dtype, bool transpose_weight, int tile) const {
@@ -50,8 +53,11 @@ class KernelTable {
 
  private:
   static constexpr int kMaxClusterSize = 8;
-  static KernelTable& table();
-  static runtime::Kernels loaded_;
+  static KernelTable& table() {
+    static KernelTable table{std::make_integer_sequence<int, Family::kTiles>()};
+    return table;
+  }
+  static inline runtime::Kernels loaded_{[] { table().raise_limits(); }};
 
   template <int... kTile>
   explicit KernelTable(std::integer_sequence<int, kTile...>) {
@@ -88,6 +94,17 @@ class KernelTable {
   Kernel kernels_[2][2][Family::kTiles] = {};
   std::atomic<int> resident_[runtime::kMaxDevices][Family::kTiles][kMaxClusterSize + 1] = {};
 };
+
+// Of the current device. Defined where FLUX_KERNELS(Family) stands, which compiles the kernels (csrc/instances: in
+// parallel): callers do not.
+template <class Family>
+KernelTable<Family>& kernels_of();
+
+#define FLUX_KERNELS(...)                                                       \
+  template <>                                                                   \
+  flux::gemm::KernelTable<__VA_ARGS__>& flux::gemm::kernels_of<__VA_ARGS__>() { \
+    return KernelTable<__VA_ARGS__>::on_current_device();                       \
+  }
 
 // --- what launches of all GEMM kernels share ---
 
@@ -159,8 +176,8 @@ template <class Store, bool kFp8>
 void launch_as(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
                int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
   const TileConfig& tile = kTileConfigs[choice.config];
-  const auto kernel = KernelTable<GemmFamily<Store, kFp8>>::on_current_device().get(
-      args.dtype, args.transpose_weight, choice.config);
+  const auto kernel =
+      kernels_of<GemmFamily<Store, kFp8>>().get(args.dtype, args.transpose_weight, choice.config);
   FLUX_CHECK(args.is_fp8() == kFp8, kFp8);
 
   GemmParamsFor<kFp8, Store> params;

@@ -25,7 +25,7 @@ template <class Output, bool kFp8>
 void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
                     const typename Output::Params& output, cudaStream_t stream) {
   const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
-  auto& kernels = KernelTable<SwapAbFamily<Output, kFp8>>::on_current_device();
+  auto& kernels = kernels_of<SwapAbFamily<Output, kFp8>>();
   const int block_k = tile.block_k();
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8 == kFp8, kFp8, tile.is_fp8);
 

@@ -9,8 +9,6 @@
 
 #include "bindings/core.h"
 
-namespace py = pybind11;
-
 namespace flux::bindings {
 namespace {
 
