@@ -142,9 +142,3 @@ def counted(*names: str) -> Iterator[list[mock.Mock]]:
     with contextlib.ExitStack() as stack:
         patches = [mock.patch.object(flux, name, wraps=getattr(flux, name)) for name in names]
         yield [stack.enter_context(patch) for patch in patches]
-
-
-def opcheck(op: Any, arguments: tuple[Any, ...]) -> None:
-    """torch.library.opcheck with fp8 tensors, which its test of the schema cannot compare."""
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, arguments, test_utils=tests)

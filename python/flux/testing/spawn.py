@@ -183,7 +183,7 @@ def _fork(process: ForkServerProcess) -> None:
     main = sys.modules["__main__"].__dict__
     with _starting:
         # If the caller has imported the compiler, ranks need it too: import it once for all.
-        compiler = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
+        compiler = sys.modules.keys() & {"torch._dynamo", "torch._inductor.compile_fx"}
         forkserver.set_forkserver_preload([rank_process.__name__, *compiler])
         resource_tracker.ensure_running()
         # SIGINT from a terminal reaches all processes of a job. This process gets it at the end.

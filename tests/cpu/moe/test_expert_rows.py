@@ -138,19 +138,3 @@ def test_activations_are_finished_in_one_pass(activation: str) -> None:
         torch.testing.assert_close(of_product[:5], leaf.grad[:5].bfloat16(), rtol=2**-6, atol=1e-6)
         assert torch.equal(active[:5], rows[:5].bfloat16())
         torch.testing.assert_close(dots[:5], score.grad[:5])
-
-
-def test_torch_sees_what_operators_do() -> None:
-    rows, x, scores = integers(8, 7, 16), integers(9, 4, 16), torch.ones(7)
-    ops = torch.ops.flux
-    torch.library.opcheck(ops.moe_gather_rows.default, (x, TOKENS, OFFSETS, scores))
-    torch.library.opcheck(ops.moe_gather_rows.default, (x, TOKENS, OFFSETS, None))
-    torch.library.opcheck(ops.moe_finish_rows.default, (rows, OFFSETS, scores, integers(10, 7, 16)))
-    torch.library.opcheck(ops.moe_finish_rows.default, (rows, OFFSETS, None, None))
-    for activation in ACTIVATIONS:
-        product = integers(11, 7, 16).requires_grad_()
-        grad = integers(12, 7, 8 if activation == "swiglu" else 16)
-        torch.library.opcheck(ops.moe_activate_rows.default, (product, OFFSETS, activation))
-        given = (grad, product.detach(), OFFSETS, scores, activation)
-        torch.library.opcheck(ops.moe_finish_activation.default, given)
-        torch.library.opcheck(ops.moe_activation_grad.default, (grad, product.detach(), OFFSETS, activation))

@@ -205,13 +205,6 @@ def test_main_grads_share_no_memory_with_others(between: bool) -> None:
             flux.grouped_wgrad_accum(G, x, OFFSETS, main_grad)
 
 
-def test_torch_sees_the_operators() -> None:
-    for cast in (torch.Tensor.float, torch.Tensor.bfloat16):
-        given = (cast(G), cast(X), OFFSETS)
-        torch.library.opcheck(torch.ops.flux.grouped_wgrad.default, given)
-        torch.library.opcheck(torch.ops.flux.grouped_wgrad_accum.default, (*given, MAIN.clone()))
-
-
 def test_a_compiled_step_adds_too() -> None:
     def step(grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
         flux.grouped_wgrad_accum(grad, x, OFFSETS, main_grad)

@@ -56,16 +56,6 @@ def test_torch_s_grouped_gemm_gives_the_same(
     assert "float16" in caplog.records[-1].message and "synchronises" in caplog.records[-1].message
 
 
-def test_torch_sees_the_operator() -> None:
-    x, weight = torch.randn(8, K), torch.randn(E, N, K)
-    rows = torch.arange(8)
-    op = torch.ops.flux.grouped_gemm.default
-    torch.library.opcheck(op, (x, weight, OFFSETS, None, None))
-    torch.library.opcheck(op, (x, weight, OFFSETS, rows, "swiglu"))
-    compiled = torch.compile(flux.grouped_gemm, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, weight, OFFSETS), flux.grouped_gemm(x, weight, OFFSETS))
-
-
 @pytest.mark.parametrize(
     ("layout", "activation", "in_place"),
     [

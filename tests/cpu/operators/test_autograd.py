@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Calls, asked_of_one_and_of_several, scenario_test
+from cases import Calls, scenario_test
 from torch.distributed.tensor import DTensor
 
 import flux
@@ -207,38 +207,6 @@ def memory(rank: int, p: int) -> str:
     return ""
 
 
-@asked_of_one_and_of_several
-def torch_sees(rank: int, p: int) -> str:
-    name = dist.group.WORLD.group_name
-    x, weight, bias = (leaf(torch.randn(shape)) for shape in ((4 * p, 8), (6, 8), (6,)))
-    ops = torch.ops.flux
-    torch.library.opcheck(ops.gemm.default, (x, weight, bias, False))
-    torch.library.opcheck(ops.gemm_rs.default, (x, weight, bias, False, name))
-    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [], False, True, name))
-    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [bias, None], False, False, name))
-    torch.library.opcheck(ops.gemm_rs_with_gather.default, (x, weight, False, bias, name))
-    torch.library.opcheck(ops.all_gather.default, (x, name))
-    torch.library.opcheck(ops.reduce_scatter.default, (x, name))
-
-    def layer(x: torch.Tensor, gate: Any, up: Any, bias: Any, down: Any) -> torch.Tensor:
-        (a, b), rows = flux.ag_gemm(x * 2, [gate, up], [bias, None], return_gathered=True)
-        y = flux.gemm_rs(torch.nn.functional.silu(a) * b, down)
-        return flux.gemm(y, y) + flux.all_gather(y).sum() + flux.reduce_scatter(rows * 2).sin().mean()
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for rows in (4, 7):
-        shapes = ((rows, 8), (6, 8), (6, 8), (6,), (5, 6))
-        tensors = [torch.randn(shape) for shape in shapes]
-        grads = []
-        for function in (layer, compiled):
-            leaves = [leaf(t) for t in tensors]
-            result = function(*leaves)
-            result.sin().sum().backward()
-            grads.append([result.detach(), *(t.grad for t in leaves)])
-        torch.testing.assert_close(*grads)
-    return ""
-
-
 def with_out(rank: int, p: int) -> str:
     x, weight = torch.randn(4 * p, 8, requires_grad=True), torch.randn(6, 8)
     for op, shape in ((flux.gemm_rs, (4, 6)), (flux.ag_gemm, (4 * p * p, 6)), (flux.gemm, (4 * p, 6))):
@@ -251,7 +219,7 @@ def with_out(rank: int, p: int) -> str:
 
 SCENARIOS = (
     *(gemm_rs_exact, ag_gemm_exact, gathers_exact, directional),
-    *(what_travels, memory, torch_sees, with_out),
+    *(what_travels, memory, with_out),
 )
 test_gradients = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=300)
 
@@ -314,11 +282,3 @@ def test_wgrad_accum_is_exact(dtype: torch.dtype, wide: bool) -> None:
     transposed = torch.zeros(K, N, dtype=main_dtype)
     flux.wgrad_accum(x, grad, transposed)
     assert torch.equal(transposed.double(), (x.flatten(0, 1).double().t() @ grad.flatten(0, 1).double()))
-
-
-G, X, MAIN = torch.ones(4, 6), torch.ones(4, 8), torch.ones(6, 8)
-
-
-def test_torch_sees_wgrad_accum() -> None:
-    torch.library.opcheck(torch.ops.flux.wgrad_accum.default, (G, X, MAIN.clone()))
-    torch.library.opcheck(torch.ops.flux.wgrad_accum.default, (G.bfloat16(), X.bfloat16(), MAIN.clone()))

@@ -17,7 +17,7 @@ import pytest
 import references
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_at, asked_of_one_and_of_several, by_name, compare, questions, run_scenarios
+from cases import Answers, asked_at, by_name, compare, questions, run_scenarios
 from dense_forms import FORMS
 from torch import Tensor
 
@@ -307,58 +307,10 @@ def what_is_reserved_is_used(rank: int, p: int) -> None:
     assert str(made).startswith(f"reduce_scatter: x [{p}, 1200], bfloat16, {p} rank"), made
 
 
-@asked_of_one_and_of_several
-def torch_sees(rank: int, p: int) -> None:
-    """opcheck, meta tensors and torch.compile, in the same order on all ranks."""
-    name, ops = dist.group.WORLD.group_name, torch.ops.flux
-    x, weight, bias, residual = torch.randn(4 * p, 8), torch.randn(6, 8), torch.ones(6), torch.ones(4 * p, 6)
-    rows, whole, gathered = torch.empty(4, 6), torch.empty(4 * p, 6), torch.empty(4 * p * p, 6)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        # Those that have gradients are in test_autograd.py.
-        (ops.gemm, (x, weight.t().contiguous(), bias, True)),
-        (ops.gemm_out, (x, weight, bias, False, whole)),
-        (ops.gemm_rs_out, (x, weight, None, False, name, rows)),
-        (ops.ag_gemm_out, (x, [weight], [bias], False, False, name, [gathered])),
-        (ops.ag_gemm_out, (x, [weight], [], False, True, name, [gathered, torch.empty(4 * p * p, 8)])),
-        (ops.gemm_ar, (x, weight, bias, False, residual, name)),
-        (ops.gemm_ar_out, (x, weight, None, False, None, name, whole)),
-        (ops.gemm_ar_norm, (x, weight, None, False, residual, bias, 1e-6, name)),
-        (ops.all_reduce, (x, None, name)),
-        (ops.all_reduce, (residual, residual + 1, name)),
-        (ops.all_reduce_out, (x, None, name, torch.empty_like(x))),
-        (ops.all_reduce_norm, (residual, residual + 1, bias, 1e-6, name)),
-        (ops.all_gather_out, (x, name, torch.empty(4 * p * p, 8))),
-        (ops.reduce_scatter_out, (x, name, torch.empty(4, 8))),
-    ]
-    for op, arguments in calls:
-        torch.library.opcheck(op.default, arguments)
-    a, w, b = torch.empty(2 * p, 3, 8, device="meta"), weight.to("meta"), bias.to("meta")
-    (first, second), everybody = flux.ag_gemm(a, [w, w[:1]], return_gathered=True)
-    meta = [flux.gemm_rs(a, w), first, second, everybody, flux.all_gather(a[0, 0]), flux.gemm_ar(a, w)]
-    meta += [*flux.gemm_ar(a, w, norm_weight=b), flux.all_reduce(a), *flux.all_reduce(a, norm_weight=w[0])]
-    meta += [flux.reduce_scatter(a), flux.gemm(a, w)]
-    m = 2 * p
-    shapes = [(2, 3, 6), (m * p, 3, 6), (m * p, 3, 1), (m * p, 3, 8), (8 * p,), *[(m, 3, 6)] * 3]
-    assert [tuple(t.shape) for t in meta] == [*shapes, *[(m, 3, 8)] * 3, (2, 3, 8), (m, 3, 6)]
-
-    def layer(x: Tensor, residual: Tensor) -> list[Tensor]:  # of test_autograd.py are all others
-        out = torch.empty(x.shape[0] * p, 6)
-        flux.ag_gemm(x, weight, out=out, group=dist.group.WORLD)
-        y, residual = flux.gemm_ar(x * 2, weight, bias, residual=residual, norm_weight=bias)
-        z, residual = flux.all_reduce(y, residual=residual, norm_weight=bias)
-        return [torch.relu(z) + flux.gemm_ar(x, weight).sum(), out, flux.all_reduce(residual)]
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for count in (4 * p, 6 * p):
-        x, residual = torch.randn(count, 8), torch.ones(count, 6)
-        torch.testing.assert_close(compiled(x, residual), layer(x, residual))
-
-
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     **{name: partial(run_case, name) for name in CASES},
     **by_name(two_shot, random_data, rounded_sums, serving, strides_and_groups, other_gathers, other_sums),
     **by_name(results_are_fresh_tensors, lists_of_weights, too_large_to_exchange, what_is_reserved_is_used),
-    **by_name(torch_sees),
 }
 
 

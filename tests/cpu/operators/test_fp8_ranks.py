@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import asked_at, opcheck, scenario_test
+from cases import asked_at, scenario_test
 from dense_calls import differs
 from test_fp8_gemm import MUTANTS
 
@@ -183,40 +183,5 @@ def random_data(rank: int, p: int) -> None:
             assert ((result.double() - exact).abs() <= most).all()
 
 
-@asked_at(2)  # what is behind the scales is the same for all kinds, and one rank is as without scales
-def torch_sees(rank: int, p: int) -> None:
-    name = dist.group.WORLD.group_name
-    ops = torch.ops.flux
-    case = ScaledCase(4 * p, 24, 260, p, "block", sums=True)
-    x, weight, scale_x, scale_w, _ = case.inputs(rank)
-    how = (scale_x, scale_w, torch.float16, "promoted")
-    of_list = (scale_x, [scale_w], torch.float16, "promoted")
-    out, whole = torch.zeros(4, 24, dtype=torch.float16), torch.zeros(4 * p, 24, dtype=torch.float16)
-    ag_call, norm = (x, [weight], [], False, True, name), torch.ones(24, dtype=torch.float16)
-    quant = ("group128", None, False, True)
-    for op, given in (
-        (ops.gemm_rs, (x, weight, None, False, name, *how)),
-        (ops.gemm_rs_out, (x, weight, None, False, name, out, *how)),
-        (ops.ag_gemm, (*ag_call, *of_list)),
-        (ops.gemm_ar, (x, weight, None, False, None, name, *how)),
-        (ops.gemm_ar_out, (x, weight, None, False, None, name, whole, *how)),
-        (ops.gemm_ar_norm, (x, weight, None, False, None, norm, 1e-6, name, *how)),
-        (ops.gemm_ar_quant, (x, weight, None, False, whole, norm, 1e-6, name, *quant, *how)),
-        (ops.all_reduce_quant, (whole, None, norm, 1e-6, name, *quant)),
-    ):
-        opcheck(op.default, given)
-
-    def layer(x: Tensor, scale_x: Tensor, weight: Tensor = weight, scale_w: Tensor = scale_w) -> Tensor:
-        scales = {"scale_x": scale_x, "scale_w": scale_w}
-        rows = flux.gemm_rs(x, weight, **scales).relu()
-        norm_weight = torch.ones(24, dtype=torch.bfloat16)
-        q, q_scale, total = flux.gemm_ar(x, weight, norm_weight=norm_weight, quant="row", **scales)
-        everybody = flux.ag_gemm(x, weight, **scales)
-        return rows.sum() + q.float() * q_scale + total + everybody[: len(total)]
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, scale_x), layer(x, scale_x))
-
-
-SCENARIOS = (*(gathered_rows, added, bad_calls, defects, random_data, torch_sees),)
+SCENARIOS = (*(gathered_rows, added, bad_calls, defects, random_data),)
 test_fp8_between_ranks = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=400)

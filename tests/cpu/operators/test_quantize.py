@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import opcheck
 
 import flux
 from flux.ops.quantize import QUANTS
@@ -136,21 +135,3 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_arguments(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match="quantize: " + told):
         flux.quantize(**({"x": X} | change))
-
-
-@pytest.mark.parametrize("quant", QUANTS)
-def test_torch_sees_the_operator(quant: Any) -> None:
-    x = torch.randn(6, 260)
-    for scale in (None, torch.ones(1)) if quant == "tensor" else (None,):
-        opcheck(torch.ops.flux.quantize.default, (x, quant, scale, scale is None, E4M3))
-    q, scales = flux.quantize(x.to("meta"), quant)
-    made = flux.quantize(x, quant)
-    assert (q.shape, q.dtype, scales.shape, scales.stride()) == (
-        made[0].shape,
-        E4M3,
-        made[1].shape,
-        made[1].stride(),
-    )
-    compiled = torch.compile(lambda x: flux.quantize(x * 2, quant), backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x)[0].float(), made[0].float())
-    assert torch.equal(compiled(x)[1], 2 * made[1])
