@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import gelu, silu
 
 import flux
 from flux.ops import gemm as products
@@ -64,6 +65,66 @@ def wrong_layers(case: MoeCase, rank: int, group: Any = None, device: str = "cpu
     results += [("1", flux.moe.gemm_gather_rs(hidden, w2, routing), case.layer1(rank))]
     told = [differs(f"layer {name} of {case}", got.cpu(), right) for name, got, right in results]
     return [each for each in told if each]
+
+
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    "swiglu": lambda z: silu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1],
+    "silu": silu,
+    "gelu": gelu,
+    None: lambda z: z,
+}
+
+
+def check_experts(
+    rank: int, p: int, ep_size: int, tokens: list[int], activation: Any = "swiglu", nodes: int = 1
+) -> None:
+    """Results and gradients of a layer in float64 are those of one rank that gives every expert all tokens,
+    most of them times zero. A token may name an expert twice, or none.
+
+    nodes: of which no more than a share of the tokens, most of which name no expert, goes to another one.
+    """
+    hidden, wide, experts, k = 8, 4 * p, 2 * p, 3 if nodes == 1 else 2
+    g = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    w1 = normal(experts, (2 if activation == "swiglu" else 1) * wide, hidden)
+    w2, x = normal(experts, hidden, wide), normal(sum(tokens), hidden)
+    ids = torch.randint(-1, experts, (sum(tokens), k), generator=g)
+    scores = torch.rand(ids.shape, generator=g).requires_grad_()
+    share = None
+    if nodes > 1:
+        ids = torch.where(torch.rand(ids.shape, generator=g) < 0.8, -1, ids)
+        share = max(
+            int(((of >= 0) & (of * nodes // experts == node)).any(1).sum())
+            for source, of in enumerate(ids.split(tokens))
+            for node in range(nodes)
+            if node != source * nodes // p
+        )
+    gates = x.new_zeros(len(x), experts + 1)
+    gates = gates.scatter_add(1, torch.where(ids < 0, experts, ids), scores.to(x.dtype))
+    act = ACTIVATIONS[activation]
+    whole = sum(gates[:, e, None] * (act(x @ w1[e].t()) @ w2[e].t()) for e in range(experts))
+    marks = torch.cat([torch.full((count, 1), 1.0 + r) for r, count in enumerate(tokens)])
+    (whole.sin() * marks).sum().backward()  # type: ignore[union-attr]
+    cut: Any = {"ep_size": ep_size, "max_tokens": max(tokens), "max_node_tokens": share}
+    layer = flux.moe.MoEMLP(hidden, wide, experts, activation=activation, dtype=torch.float64, **cut)
+    layer.load_state_dict({"w1": w1.detach(), "w2": w2.detach()})
+    own, chosen, own_scores = (each.detach().split(tokens)[rank] for each in (x, ids, scores))
+    own, own_scores = own.clone().requires_grad_(), own_scores.clone().requires_grad_()
+    routing = flux.moe.route(chosen, own_scores, experts, **cut)
+    assert share is None or routing.incoming.shape[1] != max(tokens), "all tokens cross"
+    result = layer(own[None], chosen[None], own_scores[None])[0]  # of any number of dimensions
+    assert torch.equal(layer(own, chosen, own_scores), result)
+    (result.sin() * (1.0 + rank)).sum().backward()
+    of_rank = [each.split(tokens)[rank] for each in (whole, x.grad, scores.grad)]  # type: ignore[union-attr]
+    of_weights = [each.grad.full_tensor().view_as(w) for each, w in ((layer.w1, w1), (layer.w2, w2))]
+    found = (result, own.grad, own_scores.grad, *of_weights)
+    for got, expected in zip(found, (*of_rank, w1.grad, w2.grad), strict=True):
+        error = 1e-5 if got.dtype == torch.float32 else 1e-9  # routing weights are float32
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        torch.testing.assert_close(got, expected, rtol=error, atol=error * largest)
 
 
 class Call:

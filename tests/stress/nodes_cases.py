@@ -14,17 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from dense_calls import COLLECTIVES, Call, wrong
+from dense_calls import COLLECTIVES, Call, check_experts, wrong
 
 import flux
 from flux.comm import registry
 from flux.comm.topology import Topology
 from flux.comm.workspace import MAX_WORLD_SIZE
-from flux.moe import reference
 from flux.plan.plan import Planned
 from flux.testing import spawn
 from flux.testing.data import EXACT_LIMIT
@@ -100,66 +98,17 @@ def _most(case: MoeCase, source: int, ranks: int, nodes: int) -> int:
     return max(int(count) for node, count in enumerate(found) if node != source // ranks)
 
 
-def gradients_of_experts(rank: int, world_size: int, ranks: int) -> list[float]:
-    """Largest errors of gradients of x, weights and routing weights, with experts cut in several ways on
-    nodes of `ranks`: even tokens, uneven ones with an empty rank, a bound, slices over nodes.
+def gradients_of_experts(rank: int, world_size: int, ranks: int) -> None:
+    """With experts cut in several ways on nodes of `ranks`: even tokens, uneven ones with an empty rank, a
+    bound, slices over nodes.
     """
     nodes, p = world_size // ranks, world_size
-    uneven = [(7, 3, 0, 5)[i % 4] for i in range(p)]
-    cases = [(p, False, [5] * p), (nodes, False, uneven)]
+    for ep_size, tokens in ((p, [5] * p), (nodes, [(7, 3, 0, 5)[i % 4] for i in range(p)])):
+        check_experts(rank, p, ep_size, tokens)
     if nodes > 1:
-        cases += [(nodes, True, [14] * p), (nodes, True, [14, 9, 0, *[14] * (p - 3)]), (1, False, [4] * p)]
-    return [_error_of_experts(rank, p, nodes, *case) for case in cases]
-
-
-def _error_of_experts(rank: int, p: int, nodes: int, ep_size: int, bounded: bool, tokens: list[int]) -> float:
-    """Against torch's gradients on one rank that holds all experts."""
-    hidden, wide, experts, k = 16, 4 * p, 2 * p, 2
-    torch.manual_seed(5)
-    limit = max(tokens)
-    whole1 = 0.3 * torch.randn(experts, 2 * wide, hidden)
-    whole2 = 0.3 * torch.randn(experts, hidden, wide)
-    xs = [torch.randn(count, hidden) for count in tokens]
-    ids = [torch.rand(count, experts).topk(k).indices for count in tokens]
-    share = None
-    if bounded:  # most choices are dropped, so that few tokens cross
-        ids = [torch.where(torch.rand(i.shape) < 0.8, -1, i) for i in ids]
-        needed = [
-            ((of >= 0) & (of * nodes // experts == node)).any(1).sum()
-            for source, of in enumerate(ids)
-            for node in range(nodes)
-            if node != source * nodes // p
-        ]
-        share = max(map(int, needed))
-    scores = [torch.rand(count, k) for count in tokens]
-    tp = p // ep_size
-    mine = slice(rank // tp * (experts // ep_size), (rank // tp + 1) * (experts // ep_size))
-    part = slice(rank % tp * (wide // tp), (rank % tp + 1) * (wide // tp))
-
-    def own(w1: Any, w2: Any) -> tuple[Any, Any]:
-        gates, ups = w1[mine, :wide][:, part], w1[mine, wide:][:, part]
-        return torch.cat([gates, ups], 1), w2[mine, :, part]
-
-    x, score = xs[rank].clone().requires_grad_(), scores[rank].clone().requires_grad_()
-    w1, w2 = (w.clone().requires_grad_() for w in own(whole1, whole2))
-    cut: Any = {"ep_size": ep_size, "max_tokens": limit, "max_node_tokens": share}
-    routing = flux.moe.route(ids[rank], score, experts, **cut)
-    assert not bounded or routing.incoming.shape[1] != limit, "all tokens cross"
-    rows = flux.moe.ag_scatter_gemm(x, w1, routing, activation="swiglu")
-    out = flux.moe.gemm_gather_rs(rows, w2, routing)
-    (out * (1.0 + rank)).sum().backward()
-
-    everything = [t.clone().requires_grad_() for t in (torch.cat(xs), torch.cat(scores), whole1, whole2)]
-    x0, score0, w10, w20 = everything
-    y = reference.moe_mlp(x0, torch.cat(ids), score0, w10, w20, "swiglu")
-    marks = torch.cat([torch.full((count, 1), 1.0 + r) for r, count in enumerate(tokens)])
-    (y * marks).sum().backward()
-    first = sum(tokens[:rank])
-    here = slice(first, first + tokens[rank])
-    assert x0.grad is not None and score0.grad is not None
-    wanted = (x0.grad[here], score0.grad[here], *own(w10.grad, w20.grad), y.detach()[here])
-    got = (x.grad, score.grad, w1.grad, w2.grad, out.detach())
-    return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True) if a.numel())
+        for tokens in ([14] * p, [14, 9, 0, *[14] * (p - 3)]):
+            check_experts(rank, p, nodes, tokens, nodes=nodes)
+        check_experts(rank, p, 1, [4] * p)
 
 
 CHECKS: dict[str, Check] = {**{op: partial(_dense, op) for op in COLLECTIVES}, "moe": moe}

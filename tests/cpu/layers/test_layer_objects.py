@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import scenario_test
+from layer_models import EXPERTS, F64, FFN, HIDDEN, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,28 +31,6 @@ from flux.layers import (
     row_linear,
 )
 from flux.moe import MoEMLP
-
-HIDDEN, FFN, EXPERTS = 8, 24, 4
-F64 = torch.float64
-
-
-class Model(nn.Module):
-    """Every layer of flux.layers, and one of experts."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        device = options.get("device")
-        self.norm = RMSNorm(HIDDEN, device=device, dtype=F64)
-        self.mlp = ParallelMLP(HIDDEN, FFN, bias=True, dtype=F64, **options)
-        self.up = ColumnParallelLinear(HIDDEN, FFN, dtype=F64, **options)
-        self.down = RowParallelLinear(FFN, HIDDEN, dtype=F64, **options)
-        self.experts = MoEMLP(HIDDEN, FFN, EXPERTS, dtype=F64, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mlp(self.norm(x))
-        x = x + self.down(self.up(x).relu())
-        ids = torch.arange(2 * len(x)).view(-1, 2) % EXPERTS
-        return x + self.experts(x, ids, torch.ones(ids.shape))
 
 
 def whole_state(seed: int) -> dict[str, torch.Tensor]:
@@ -355,24 +334,64 @@ def wrong_calls(p: int) -> dict[type[Exception], list[tuple[str, Callable[[], An
     }
 
 
+def wrong_experts(p: int) -> dict[type[Exception], list[tuple[str, Callable[[], Any]]]]:
+    layer = MoEMLP(6, FFN, EXPERTS, dtype=F64)
+    x, ids, weights = torch.ones(5, 6, dtype=F64), torch.zeros(5, 2).long(), torch.ones(5, 2)
+    return {
+        ValueError: [
+            ("MoEMLP: hidden_size: expected an integer of at least 0, got -6", lambda: MoEMLP(-6, 24, 4)),
+            ("MoEMLP: num_experts: expected an integer of at least 1, got 0", lambda: MoEMLP(6, FFN, 0)),
+            (
+                "MoEMLP: ep_size: expected an integer of at least 1, got 0",
+                lambda: MoEMLP(6, 24, 4, ep_size=0),
+            ),
+            (
+                f"MoEMLP: ep_size: expected a divisor of the {p} ranks",
+                lambda: MoEMLP(6, 24, 4, ep_size=p + 1),
+            ),
+            ("MoEMLP: activation: .* got 'relu'", lambda: MoEMLP(6, 24, 4, activation="relu")),
+            ("MoEMLP: max_tokens: .* at least 0, got -1", lambda: MoEMLP(6, 24, 4, max_tokens=-1)),
+            ("MoEMLP: dtype: .* got torch.int32", lambda: MoEMLP(6, 24, 4, dtype=torch.int32)),
+            ("MoEMLP: device: .* got 'gpu'", lambda: MoEMLP(6, 24, 4, device="gpu")),
+            ("MoEMLP: init: .* returns another", lambda: MoEMLP(6, 24, 4, init=torch.randn_like)),
+            (r"MoEMLP: x: expected \[..., 6\], got shape \[5, 5\]", lambda: layer(x[:, :5], ids, weights)),
+            ("MoEMLP: x: expected dtype torch.float64, that of the", lambda: layer(x.float(), ids, weights)),
+            (r"MoEMLP: topk_ids: .* for 4 tokens, .* got shape \[5, 2\]", lambda: layer(x[:4], ids, weights)),
+            (r"MoEMLP: topk_weights: .* for 5 tokens, .* shape \[2, 2\]", lambda: layer(x, ids, weights[:2])),
+            ("MoEMLP: topk_ids: expected at least 2 dimensions, got 1", lambda: layer(x, ids[:, 0], weights)),
+        ],
+        TypeError: [
+            ("MoEMLP: ffn_size: expected an integer, got float 8.0", lambda: MoEMLP(6, 8.0, 4)),
+            ("MoEMLP: max_tokens: .* got float 1.5", lambda: MoEMLP(6, 24, 4, max_tokens=1.5)),
+            ("MoEMLP: group: .* got int", lambda: MoEMLP(6, 24, 4, group=7)),
+            ("MoEMLP: init: expected a function or None, got float", lambda: MoEMLP(6, 24, 4, init=1.0)),
+            ("MoEMLP: topk_ids: expected a tensor, got NoneType", lambda: layer(x, None, weights)),
+        ],
+    }
+
+
+def wrong_sizes(p: int) -> list[tuple[str, Callable[[], Any]]]:
+    """Of several ranks, which do not divide them."""
+    told = f"row_linear: x: expected dimension 0 divisible by the {p} ranks of the group, got shape"
+    return [
+        (told, lambda: row_linear(torch.ones(2 * p + 1, 6), torch.ones(3, 6))),
+        (f"ColumnParallelLinear: out_features: .* {p} ranks.*got 25", lambda: ColumnParallelLinear(8, 25)),
+        ("RowParallelLinear: in_features: .*got 25", lambda: RowParallelLinear(25, 8)),
+        (f"MoEMLP: num_experts: .* multiple of ep_size = {p}, got", lambda: MoEMLP(6, 8, p + 1, ep_size=p)),
+        (f"MoEMLP: ffn_size: expected a multiple of the {p} ranks", lambda: MoEMLP(6, FFN * p + 1, 4)),
+    ]
+
+
 def refused(rank: int, p: int) -> None:
     """One rank alone is told: whatever it exchanged with the others before would take its timeout."""
-    if rank == 0:
-        for kind, calls in wrong_calls(p).items():
-            for message, call in calls:
-                with pytest.raises(kind, match=message):
-                    call()
-        if p > 1:
-            message = (
-                f"row_linear: x: expected dimension 0 divisible by the {p} ranks of the group, got shape"
-            )
-            with pytest.raises(ValueError, match=message):
-                row_linear(torch.ones(2 * p + 1, 6), torch.ones(3, 6))
-            with pytest.raises(ValueError, match=f"ColumnParallelLinear: out_features: .* {p} ranks.*got 25"):
-                ColumnParallelLinear(8, 25)
-            with pytest.raises(ValueError, match="RowParallelLinear: in_features: .*got 25"):
-                RowParallelLinear(25, 8)
+    calls = [*wrong_calls(p).items(), *wrong_experts(p).items()] if rank == 0 else []
+    calls += [(ValueError, wrong_sizes(p))] if (rank, p > 1) == (0, True) else []
+    for kind, (message, call) in ((kind, each) for kind, some in calls for each in some):
+        with pytest.raises(kind, match=message):
+            call()
     assert row_linear(torch.ones(2 * p, 6), torch.ones(3, 6)).shape == (2, 3)
+    ids = torch.zeros(5, 2).long()
+    assert MoEMLP(6, FFN, EXPERTS)(torch.ones(5, 6), ids, torch.ones(5, 2)).shape == (5, 6)
 
 
 def initialised_in_place(rank: int, p: int) -> None:
@@ -388,8 +407,27 @@ def initialised_in_place(rank: int, p: int) -> None:
         assert bool((RowParallelLinear(2 * p, 3, init=init).weight == 1).all())
 
 
+def experts_represented_and_initialised(rank: int, p: int) -> None:
+    layer = MoEMLP(HIDDEN, FFN, 2 * p, ep_size=p, activation="gelu", max_tokens=7)
+    told = f"hidden_size={HIDDEN}, ffn_size={FFN}, num_experts={2 * p}, ep_size={p}, activation='gelu', "
+    assert repr(layer) == f"MoEMLP({told}max_tokens=7, rank={rank} of {p})"
+    seen: list[tuple[int, ...]] = []
+
+    def init(whole: torch.Tensor) -> None:
+        seen.append(tuple(whole.shape))
+        whole.copy_(torch.arange(whole.numel()).view(whole.shape))
+
+    layer = MoEMLP(HIDDEN, FFN, EXPERTS, dtype=F64, init=init)
+    assert seen == [(2 * FFN, HIDDEN)] * EXPERTS + [(HIDDEN, FFN)] * EXPERTS
+    columns = slice(rank * FFN // p, (rank + 1) * FFN // p)
+    w1 = torch.arange(2.0 * FFN * HIDDEN, dtype=F64).view(2, FFN, HIDDEN)[:, columns]
+    w2 = torch.arange(1.0 * FFN * HIDDEN, dtype=F64).view(HIDDEN, FFN)[:, columns]
+    assert torch.equal(local(layer.w1), w1.expand(EXPERTS, -1, -1, -1))
+    assert torch.equal(local(layer.w2), w2.expand(EXPERTS, -1, -1))
+
+
 _SCENARIOS = (
     *(copies, built_without_memory, assigned, norms_of_ranks, marked_modules, without_partners),
-    *(mixed_biases, refused, initialised_in_place),
+    *(mixed_biases, refused, initialised_in_place, experts_represented_and_initialised),
 )
 test_layers_as_objects = scenario_test([1, 2, 3], *_SCENARIOS)

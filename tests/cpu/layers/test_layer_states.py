@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import scenario_test
+from layer_models import EXPERTS, F64, FFN, HIDDEN, Dense, Plain, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -39,54 +42,16 @@ from flux.layers import (
 from flux.moe import MoEMLP
 from flux.testing import spawn
 
-H, WIDE, E, ROWS = 4, 8, 4, 8
-F64 = torch.float64
+ROWS = 8
 
 
-class Dense(nn.Module):
-    """Every dense layer, on this rank's rows."""
-
-    def __init__(self, group: DeviceMesh | None = None, fp8: Fp8 | None = None) -> None:
-        super().__init__()
-        how: dict[str, Any] = {"group": group, "dtype": F64 if fp8 is None else torch.float32}
-        self.norm = RMSNorm(H, **how)
-        self.mlp = ParallelMLP(H, WIDE, bias=True, fp8=fp8, **how)
-        self.up = ColumnParallelLinear(H, WIDE, fp8=fp8, **how)
-        self.down = RowParallelLinear(WIDE, H, fp8=fp8, **how)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mlp(self.norm(x))
-        result: torch.Tensor = x + self.down(self.up(x).relu())
-        return result
-
-
-class Plain(nn.Module):
-    """The same on one rank, with the same names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(H, 1e-6, dtype=F64)
-        self.mlp = nn.Module()
-        for name, sizes in (("gate", (H, WIDE)), ("up", (H, WIDE)), ("down", (WIDE, H))):
-            self.mlp.add_module(f"{name}_proj", nn.Linear(*sizes, dtype=F64))
-        self.up, self.down = nn.Linear(H, WIDE, dtype=F64), nn.Linear(WIDE, H, dtype=F64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, mlp = self.norm(x), self.mlp
-        x = x + mlp.down_proj(nn.functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
-        result: torch.Tensor = x + self.down(self.up(x).relu())
-        return result
-
-
-def experts(p: int) -> nn.ModuleDict:
-    """Every way in which p ranks share experts; the names are those of four ranks."""
-    sizes = {"tp": 1, "ep": p, "both": 2 if p == 4 else 1}
-    made = {name: MoEMLP(H, WIDE, E, ep_size=size, dtype=F64) for name, size in sizes.items()}
-    return nn.ModuleDict({**made, "ungated": MoEMLP(H, WIDE, E, activation="gelu", dtype=F64)})
-
-
-def everything(p: int) -> nn.Module:
-    return nn.ModuleDict({"dense": Dense(), "experts": experts(p)})
+def everything(p: int, **options: Any) -> nn.ModuleDict:
+    """Every dense layer, and every way in which p ranks share experts; the names are those of four ranks."""
+    make = partial(MoEMLP, HIDDEN, FFN, EXPERTS, dtype=F64, **options)
+    sizes = {"tp": 1, "ep": 1 if p == 3 else p, "both": 2 if p == 4 else 1}
+    made = {name: make(ep_size=size) for name, size in sizes.items()}
+    experts = nn.ModuleDict({**made, "ungated": make(activation="gelu")})
+    return nn.ModuleDict({"dense": Dense(**options), "experts": experts})
 
 
 def marked(model: nn.Module, offset: int = 0) -> dict[str, torch.Tensor]:
@@ -96,10 +61,6 @@ def marked(model: nn.Module, offset: int = 0) -> dict[str, torch.Tensor]:
         flat = torch.arange(value.numel(), dtype=value.dtype) + 10_000 * number + offset
         state[name] = flat.view(value.shape)
     return state
-
-
-def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -159,11 +120,16 @@ def state_dicts(rank: int, p: int) -> None:
     export = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         assert same(export, marked(model, 7)) and all(type(v) is torch.Tensor for v in export.values())
-    again = everything(p)
-    again.load_state_dict(file_of(model))
-    assert same(whole(again.state_dict()), marked(model, 7))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        again.load_state_dict({**state, "dense.mlp.up_proj.weight": torch.zeros(WIDE * 7, H)})
+    for assign, given in product((False, True), (file_of(model), marked(model, 7))):
+        again = everything(p, device="meta" if assign else None)
+        again.load_state_dict(given, assign=assign)
+        assert same(whole(again.state_dict()), marked(model, 7))
+        assert all(local(each).is_contiguous() for each in again.parameters())
+    own = local(again["experts"]["tp"].w1)  # type: ignore[index]
+    assert own.shape == (EXPERTS, 2, FFN // p, HIDDEN)
+    for name, leading in (("dense.mlp.up_proj.weight", ()), ("experts.tp.w1", (EXPERTS,))):
+        with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+            again.load_state_dict({**state, name: torch.zeros(*leading, FFN * 7, HIDDEN)})
 
 
 def file_of(model: nn.Module) -> Any:
@@ -176,10 +142,14 @@ def file_of(model: nn.Module) -> Any:
 
 def parts_of_others(rank: int, p: int) -> None:
     layers: list[Callable[[], nn.Module]] = [
-        lambda: ColumnParallelLinear(H, WIDE),
-        lambda: RowParallelLinear(WIDE, H),
-        lambda: ParallelMLP(H, WIDE),
-        *(lambda size=size: MoEMLP(H, WIDE, E, ep_size=size) for size in {1, 2, p} if p % size == 0),
+        lambda: ColumnParallelLinear(HIDDEN, FFN),
+        lambda: RowParallelLinear(FFN, HIDDEN),
+        lambda: ParallelMLP(HIDDEN, FFN),
+        *(
+            lambda size=size: MoEMLP(HIDDEN, FFN, EXPERTS, ep_size=size)
+            for size in {1, 2, p}
+            if p % size == 0
+        ),
     ]
     for make in layers:
         layer = make()
@@ -229,7 +199,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def data(parts: int, part: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(2)
-    return torch.randint(-3, 4, (ROWS, 3, H), generator=g).to(F64).chunk(parts)[part]
+    return torch.randint(-3, 4, (ROWS, 3, HIDDEN), generator=g).to(F64).chunk(parts)[part]
 
 
 def trained(model: nn.Module, make: Any, x: torch.Tensor, clip: Any, reduces: bool) -> list[float]:
@@ -281,7 +251,7 @@ def norms_of_marks(rank: int, p: int) -> None:
 
 
 def fp8_norm(rank: int, p: int) -> None:
-    model = Dense(fp8=Fp8())
+    model = Dense(fp8=Fp8(), dtype=torch.float32)
     model(data(p, rank).float()).square().sum().backward()
     expected = sum(float(q.grad.full_tensor().double().square().sum()) for q in model.parameters())
     got = local(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -293,7 +263,7 @@ def fsdp(rank: int, p: int) -> None:
     mesh = init_device_mesh("cpu", (max(p // 2, 1), min(p, 2)), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     torch.manual_seed(1)
-    plain, model = Plain(), Dense(mesh["tp"])
+    plain, model = Plain(), Dense(group=mesh["tp"])
     for layer in (model.norm, model.mlp, model):
         fully_shard(layer, mesh=mesh["dp"])
     for _ in range(2):
@@ -303,7 +273,7 @@ def fsdp(rank: int, p: int) -> None:
         if rank == 0:
             assert same(export, dict(plain.state_dict()))
     drawn = []
-    for each in (model, Dense(mesh["tp"])):
+    for each in (model, Dense(group=mesh["tp"])):
         torch.manual_seed(4)
         for layer in (each.mlp.up_proj, each.down):
             layer.reset_parameters()
@@ -331,20 +301,20 @@ def fsdp(rank: int, p: int) -> None:
 
 def gradients_that_are_sums(rank: int, p: int) -> None:
     """A norm's gradient is Partial until it is summed, once; a sum over another group is an error."""
-    norm = RMSNorm(H, dtype=F64)
-    x = torch.full((1, H), 1.0, dtype=F64)
-    norm(x).backward(torch.full((1, H), float(10**rank), dtype=F64))
+    norm = RMSNorm(HIDDEN, dtype=F64)
+    x = torch.full((1, HIDDEN), 1.0, dtype=F64)
+    norm(x).backward(torch.full((1, HIDDEN), float(10**rank), dtype=F64))
     assert norm.weight.grad.placements[0].is_partial()
     before = local(norm.weight.grad).clone()
     for _ in range(2):
         reduce_replicated_grads(norm)
         assert norm.weight.grad.placements[0].is_replicate()
-        assert torch.equal(local(norm.weight.grad).round(), torch.full((H,), float("1" * p), dtype=F64))
+        assert torch.equal(local(norm.weight.grad).round(), torch.full((HIDDEN,), float("1" * p), dtype=F64))
     assert before.round()[0] == 10**rank
     # One more micro-batch adds to what is summed.
-    norm(x).backward(torch.full((1, H), float(10**rank), dtype=F64))
+    norm(x).backward(torch.full((1, HIDDEN), float(10**rank), dtype=F64))
     assert torch.equal(
-        norm.weight.grad.full_tensor().round(), torch.full((H,), 2.0 * int("1" * p), dtype=F64)
+        norm.weight.grad.full_tensor().round(), torch.full((HIDDEN,), 2.0 * int("1" * p), dtype=F64)
     )
     alone = dist.new_group([rank], use_local_synchronization=True)
     norm.weight.grad = None
@@ -355,3 +325,28 @@ def gradients_that_are_sums(rank: int, p: int) -> None:
 
 _SCENARIOS = (state_dicts, parts_of_others, one_norm, norms_of_marks, fp8_norm, fsdp, gradients_that_are_sums)
 test_states_of_layers = scenario_test([1, 2, 4], *_SCENARIOS)
+
+
+def drawn(rank: int, p: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Whole parameters that follow from a seed, and what the generator gives next."""
+    torch.manual_seed(11)
+    of_init = RowParallelLinear(FFN, HIDDEN, init=lambda w: nn.init.normal_(w, std=0.02), dtype=F64)
+    model = nn.ModuleDict({"everything": everything(p), "of init": of_init})
+    return {n: q.clone() for n, q in whole(model.state_dict()).items()}, torch.rand(3)
+
+
+def test_every_world_size_starts_from_the_same_model() -> None:
+    """One seed on all ranks: the same model, and another part of it on every rank."""
+    ((model, after),) = spawn(drawn, 1, backend="gloo")
+    gate = model["everything.dense.mlp.gate_proj.weight"]
+    assert gate.abs().max() <= HIDDEN**-0.5 and gate.std() > 0.1  # as nn.Linear draws
+    w1, w2 = (model[f"everything.experts.ungated.{name}"] for name in ("w1", "w2"))
+    assert abs(w1.std() * HIDDEN**0.5 - 1) < 0.2 and abs(w2.std() * FFN**0.5 - 1) < 0.2
+    assert not torch.equal(w1[0], w1[1]), "experts differ"
+    assert len(gate.unique()) == gate.numel(), "so do parts"
+    for p in (2, 3, 4):
+        for found, other in spawn(drawn, p, backend="gloo"):
+            assert torch.equal(after, other)
+            assert found.keys() == model.keys()
+            for name, value in found.items():
+                assert torch.equal(value.view_as(model[name]), model[name]), name

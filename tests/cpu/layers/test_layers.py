@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Calls, asked_of_one_and_of_several, scenario_test
+from layer_models import F64, FFN, HIDDEN, Dense, Plain, whole
 from torch import nn
-from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux._sharded import local
@@ -18,60 +18,14 @@ from flux.layers import (
     ColumnParallelLinear,
     DeferredGrads,
     ParallelMLP,
-    RMSNorm,
     RowParallelLinear,
     column_linear,
     reduce_replicated_grads,
     row_linear,
 )
-from flux.testing import spawn
 
 WORLD_SIZES = [1, 2, 3]
-HIDDEN, FFN, ROWS, BATCH = 10, 24, 4, 3
-F64 = torch.float64
-
-
-class PlainBlock(nn.Module):
-    """What Block computes, on one rank."""
-
-    def __init__(self, activation: str, bias: bool) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(HIDDEN, 1e-6, dtype=F64)
-        self.mlp = nn.Module()
-        if activation == "swiglu":
-            self.mlp.gate_proj = nn.Linear(HIDDEN, FFN, bias, dtype=F64)
-        self.mlp.up_proj = nn.Linear(HIDDEN, FFN, bias, dtype=F64)
-        self.mlp.down_proj = nn.Linear(FFN, HIDDEN, bias, dtype=F64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        up = self.mlp.up_proj(y)
-        hidden = silu(self.mlp.gate_proj(y)) * up if hasattr(self.mlp, "gate_proj") else gelu(up)
-        return x + self.mlp.down_proj(hidden)
-
-
-class Block(nn.Module):
-    def __init__(self, activation: Any, bias: bool, sequence_parallel: bool, **options: Any) -> None:
-        super().__init__()
-        self.norm = RMSNorm(HIDDEN, sequence_parallel=sequence_parallel, dtype=F64)
-        self.mlp = ParallelMLP(
-            HIDDEN,
-            FFN,
-            activation=activation,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            dtype=F64,
-            **options,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
-
-
-def own(name: str, whole: torch.Tensor, rank: int, p: int) -> torch.Tensor:
-    if "norm" in name or name == "mlp.down_proj.bias":
-        return whole
-    return whole.chunk(p, 1 if "down_proj.weight" in name else 0)[rank]
+ROWS, BATCH = 4, 3
 
 
 def data(p: int) -> torch.Tensor:
@@ -87,7 +41,7 @@ def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), x.grad
 
 
-def models(rank: int, p: int, **options: Any) -> Iterator[tuple[PlainBlock, Block, bool]]:
+def models(rank: int, p: int, **options: Any) -> Iterator[tuple[Plain, Dense, bool]]:
     """Pairs of equal parameters: in plain torch, and on this rank."""
     for activation, bias, sequence_parallel in (
         ("swiglu", False, True),
@@ -96,8 +50,8 @@ def models(rank: int, p: int, **options: Any) -> Iterator[tuple[PlainBlock, Bloc
         ("gelu", False, False),
     ):
         torch.manual_seed(3)
-        plain = PlainBlock(activation, bias)
-        block = Block(activation, bias, sequence_parallel, **options)
+        plain = Plain(activation, bias)
+        block = Dense(activation, bias, sequence_parallel=sequence_parallel, **options)
         block.load_state_dict(plain.state_dict())
         yield plain, block, sequence_parallel
 
@@ -109,15 +63,14 @@ def part(x: torch.Tensor, rank: int, p: int, sequence_parallel: bool) -> torch.T
 def gradients(rank: int, p: int) -> None:
     for save_gathered in (False, True, "auto"):
         for plain, block, sequence_parallel in models(rank, p, save_gathered=save_gathered):
-            whole = run(plain, data(p))
+            results = run(plain, data(p))
             for got, all_rows in zip(
-                run(block, part(data(p), rank, p, sequence_parallel)), whole, strict=True
+                run(block, part(data(p), rank, p, sequence_parallel)), results, strict=True
             ):
                 torch.testing.assert_close(got, part(all_rows, rank, p, sequence_parallel))
             reduce_replicated_grads(block)
-            expected = {name: own(name, q.grad, rank, p) for name, q in plain.named_parameters()}
-            grads = {name: local(q.grad) for name, q in block.named_parameters()}
-            torch.testing.assert_close(grads, expected)
+            expected = {name: q.grad for name, q in plain.named_parameters()}
+            torch.testing.assert_close(whole({n: q.grad for n, q in block.named_parameters()}), expected)
 
 
 @asked_of_one_and_of_several
@@ -126,15 +79,15 @@ def compiled(rank: int, p: int) -> None:
         made = models(rank, p, gradient_accumulation_fusion=fusion)
         for plain, block, sequence_parallel in itertools.islice(made, number, number + 1):
             weight = block.mlp.up_proj.weight
-            if fusion:
-                weight.main_grad = torch.zeros_like(weight)
+            for each in block.parameters() if fusion else ():
+                each.main_grad = torch.zeros_like(each)
             function = torch.compile(block, backend="aot_eager", fullgraph=True)
             torch.testing.assert_close(
                 run(function, part(data(p), rank, p, sequence_parallel)),
                 tuple(part(t, rank, p, sequence_parallel) for t in run(plain, data(p))),
             )
-            expected = own("mlp.up_proj.weight", plain.mlp.up_proj.weight.grad, rank, p)
-            torch.testing.assert_close(local(weight.main_grad if fusion else weight.grad), expected)
+            found = (weight.main_grad if fusion else weight.grad).full_tensor()
+            torch.testing.assert_close(found, plain.mlp.up_proj.weight.grad)
             of_norm = block.norm.weight.grad.full_tensor()  # sums what is Partial
             torch.testing.assert_close(of_norm, plain.norm.weight.grad)
 
@@ -191,7 +144,7 @@ def accumulation(rank: int, p: int) -> None:
     """main_grad collects two micro-batches; autograd gets nothing, or what Megatron's hooks wait for."""
     for hooks in (False, True):
         for plain, block, sequence_parallel in models(rank, p, gradient_accumulation_fusion=True):
-            weights = {n: q for n, q in block.named_parameters() if "proj.weight" in n}
+            weights = {n: q for n, q in block.named_parameters() if q.dim() > 1}
             for weight in weights.values():
                 weight.main_grad = torch.ones_like(weight)
                 if hooks:
@@ -201,8 +154,8 @@ def accumulation(rank: int, p: int) -> None:
                 run(plain, data(p))
                 run(block, part(data(p), rank, p, sequence_parallel))
             for name, weight in weights.items():
-                whole = plain.get_parameter(name).grad
-                torch.testing.assert_close(local(weight.main_grad) - 1, own(name, whole, rank, p))
+                of_all = weight.main_grad.full_tensor() - 1
+                torch.testing.assert_close(of_all, plain.get_parameter(name).grad)
                 if hooks:
                     assert weight.grad_added_to_main_grad
                     assert weight.grad is not None and not local(weight.grad).any()
@@ -309,25 +262,3 @@ SCENARIOS = (
     *(main_grad_of_16_bits, changed_in_place, frozen),
 )
 test_layers = scenario_test(WORLD_SIZES, *SCENARIOS, timeout_s=300)
-
-
-def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Parameters of this rank, and what its generator gives next."""
-    torch.manual_seed(11)
-    mlp = ParallelMLP(HIDDEN, FFN, bias=True)
-    row = RowParallelLinear(FFN, HIDDEN, init=lambda w: nn.init.normal_(w, std=0.02))
-    return [local(t).clone() for t in (*mlp.parameters(), row.weight)], torch.rand(3)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_every_world_size_starts_from_the_same_model(world_size: int) -> None:
-    ((whole, after),) = spawn(initial, 1, backend="gloo")
-    assert whole[0].abs().max() <= HIDDEN**-0.5 and whole[0].std() > 0.1  # as nn.Linear draws
-    parts = spawn(initial, world_size, backend="gloo")
-    for i, tensor in enumerate(whole):
-        slices = [rank_parts[i] for rank_parts, _ in parts]
-        axis = next((d for d in range(tensor.dim()) if slices[0].shape[d] != tensor.shape[d]), None)
-        assert axis is not None or tensor.shape == (HIDDEN,)  # the bias of the row-parallel layer
-        for rank, got in enumerate(slices):
-            assert torch.equal(got, tensor if axis is None else tensor.chunk(world_size, axis)[rank])
-    assert all(torch.equal(after, other) for _, other in parts)

@@ -4,16 +4,16 @@ against one rank that holds all experts, what travels, torch.compile. One set of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from cases import Calls, asked_at, scenario_test
+from dense_calls import ACTIVATIONS, check_experts
 from row_kernels import kernels_on_cpus
 
 import flux
-from flux._sharded import local
 from flux.moe import autograd, reference
 from flux.moe.rows import activate_rows, activation_grad
 from flux.testing import spawn
@@ -132,72 +132,10 @@ def layer1_exact(rank: int, p: int) -> str:
     return ""
 
 
-def dense(
-    x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, act: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """All experts for every token [T, H], most of them times zero; w1 [E, N, H], w2 [E, H, I]."""
-    experts = len(w1)
-    gates = x.new_zeros(len(x), experts + 1)
-    gates = gates.scatter_add(1, torch.where(ids < 0, experts, ids), scores.to(x.dtype))
-    out = torch.zeros_like(x)
-    for e in range(experts):
-        out = out + gates[:, e, None] * (act(x @ w1[e].t()) @ w2[e].t())
-    return out
-
-
-def swiglu(z: Tensor) -> Tensor:
-    gate, up = z.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    "swiglu": swiglu,
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    None: lambda z: z,
-}
-
-
 def whole_layer(rank: int, p: int) -> str:
-    """float64, every activation and layout; a token may name an expert twice, or none."""
-    hidden, intermediate, experts, k = 8, 8, 4, 3
-    sizes = [5 + 2 * r for r in range(p)]
-    sizes[0] = 0 if p > 1 else 6
-    for ep_size in (d for d in (1, 2, 4) if p % d == 0):
-        for number, (activation, act) in enumerate(ACTIVATIONS.items()):
-            tp, gates = p // ep_size, 2 if activation == "swiglu" else 1
-            g = torch.Generator().manual_seed(number)
-
-            def normal(*shape: int, g: torch.Generator = g) -> Tensor:
-                return torch.randn(shape, generator=g, dtype=torch.float64)
-
-            w1 = leaf(normal(experts, gates, intermediate, hidden))
-            w2 = leaf(normal(experts, hidden, intermediate))
-            xs = [leaf(normal(n, hidden)) for n in sizes]
-            ids = [torch.randint(-1, experts, (n, k), generator=g) for n in sizes]
-            scores = [leaf(torch.rand(n, k, generator=g)) for n in sizes]
-            for x, i, s in zip(xs, ids, scores, strict=True):
-                dense(x, i, s, w1.flatten(1, 2), w2, act).sin().sum().backward()
-            mine = slice(rank // tp * (experts // ep_size), (rank // tp + 1) * (experts // ep_size))
-            columns = slice(rank % tp * (intermediate // tp), (rank % tp + 1) * (intermediate // tp))
-            layer = flux.moe.MoEMLP(
-                hidden, intermediate, experts, ep_size=ep_size, activation=activation,
-                max_tokens=max(sizes), dtype=torch.float64,
-            )  # fmt: skip
-            layer.load_state_dict({"w1": w1.detach().flatten(1, 2), "w2": w2.detach()})
-            x, s = leaf(xs[rank].detach()), leaf(scores[rank].detach())
-            layer(x, ids[rank], s).sin().sum().backward()
-            of_w1, of_w2 = w1.grad, w2.grad
-            assert of_w1 is not None and of_w2 is not None
-            pairs = [
-                (x.grad, xs[rank].grad),
-                (local(layer.w1.grad).flatten(1, -2), of_w1[mine, :, columns].flatten(1, 2)),
-                (local(layer.w2.grad), of_w2[mine, :, columns]),
-            ]
-            for got, expected in pairs:
-                # Routing weights are float32, but these are the same in both types.
-                torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(s.grad, scores[rank].grad, rtol=1e-5, atol=1e-5)
+    """Every activation and layout."""
+    for ep_size, activation in product((d for d in (1, 2, 4) if p % d == 0), ACTIVATIONS):
+        check_experts(rank, p, ep_size, [0 if p > 1 else 6, *range(7, 5 + 2 * p, 2)], activation)
     return ""
 
 

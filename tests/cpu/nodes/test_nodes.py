@@ -132,9 +132,7 @@ def test_subgroups_have_nodes_of_their_own(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "1x4"])
 def test_gradients_of_experts(layout: str) -> None:
-    of_ranks = all_ranks(layout, "gradients of experts")
-    for errors in of_ranks:
-        assert max(errors) < 1e-4 * len(of_ranks)
+    assert not any(all_ranks(layout, "gradients of experts"))
 
 
 def count_bytes(rank: int, world_size: int, ranks: int) -> list[tuple[str, int, int, int]]:

@@ -202,6 +202,8 @@ def compiled(rank: int, p: int) -> None:
             lambda x, a, w, b, **how: flux.grouped_gemm(x, w, scale_x=a, scale_w=b, **how), **how
         )
         given.append((call, (*case.x(0), *case.w1(0))))
+    if p == 2:
+        given.append((flux.moe.MoEMLP(8, 16, 4, dtype=F32), (leaf(6, 8), IDS, torch.rand(6, 2))))
     by_torch = functools.cache(functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     for function, tensors in given:
         found = []
