@@ -75,7 +75,7 @@ soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/stress/soak.py $(ARGS)
 
 faults: build
-	OMP_NUM_THREADS=1 $(PY) tests/cpu/comm/broken_off.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/stress $(PY) tests/cpu/comm/broken_off.py $(ARGS)
 
 simulate: build
 	$(PY) tests/sim/simulate.py $(ARGS)

@@ -63,6 +63,8 @@ def of_ag_gemm(case: AgGemmCase, rank: int, device: str = "cpu") -> Forms:
     result, gathered = call(return_gathered=True)
     yield "result beside gathered rows", result, expected
     yield "gathered rows", gathered, everything
+    both = flux.ag_gemm(x, [weight, weight], [bias, bias], transpose_weight=case.transpose_weight)
+    yield "of two weights", torch.stack(both), torch.stack([expected, expected])
     yield "all_gather", flux.all_gather(x), everything
     yield "out of all_gather", into(partial(flux.all_gather, x), everything), everything
     if device == "cpu":

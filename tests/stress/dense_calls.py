@@ -27,6 +27,7 @@ COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "red
 # What a call gave, what that is, and how to make what it should be.
 Found = list[tuple[str, Tensor, Callable[[], Tensor]]]
 Sizes = Callable[[random.Random], tuple[int, int, int]]
+OPTIONS = 102  # of is_exact
 
 
 def size(dice: random.Random, most: int) -> int:
@@ -276,3 +277,12 @@ class Call:
         if self.device == "cpu":  # kernels add the squares of a row in another order
             found += self.end(f"norm of {case}", x, norm, None, lambda: rms_norm(total(), norm_weight, 1e-5))
         return found
+
+
+def is_exact(op: str, seed: int, rows: int = 10, n: int = 24, k: int = 16, **how: Any) -> bool:
+    """Whether one call with these sizes is exact. It has a bias, gathered rows, a residual and a norm.
+
+    how: a group, or other types than fp32.
+    """
+    given = {"sizes": lambda _: (rows, n, k), "dtypes": (torch.float32,), **how}
+    return not wrong(Call(random.Random(OPTIONS), seed, **given).make(op))

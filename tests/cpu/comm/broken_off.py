@@ -10,17 +10,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from dense_calls import is_exact, wrong_layers
 
 import flux
 from flux.comm.shm import NoSharedMemory
 from flux.comm.workspace import Disagreement
-from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing import spawn
 from flux.testing.moe_data import MoeCase
 
 PACKAGE = str(Path(flux.__file__).parent)
@@ -76,47 +78,17 @@ def broken_at(line: tuple[str, int]) -> Iterator[None]:
         yield
 
 
-def gemm_rs(rank: int, p: int, seed: int, scale: int) -> bool:
-    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, bias=True, seed=seed)
-    return torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank))
-
-
-def ag_gemm(rank: int, p: int, seed: int, scale: int) -> bool:
-    case = AgGemmCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
-    x, weight, bias = case.inputs(rank)
-    result, gathered = flux.ag_gemm(x, weight, bias, return_gathered=True)
-    return torch.equal(result, case.expected(rank)) and torch.equal(gathered, case.gathered())
-
-
-def gemm_ar(rank: int, p: int, seed: int, scale: int) -> bool:
-    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
-    x, weight, _ = case.inputs(rank)
-    residual = case.residual()
-    return torch.equal(flux.gemm_ar(x, weight, residual=residual), case.expected_sum() + residual)
-
-
-def all_reduce(rank: int, p: int, seed: int, scale: int) -> bool:
-    x = torch.arange(float(ROWS * COLUMNS * scale)) + 1000 * rank + seed
-    expected = p * (torch.arange(float(ROWS * COLUMNS * scale)) + seed) + 1000 * sum(range(p))
-    return torch.equal(flux.all_reduce(x), expected)
-
-
-def reduce_scatter(rank: int, p: int, seed: int, scale: int) -> bool:
-    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
-    x, weight, _ = case.inputs(rank)
-    return torch.equal(flux.reduce_scatter(flux.gemm(x, weight)), case.expected(rank))
+def dense(op: str, rank: int, p: int, seed: int, scale: int) -> bool:
+    return is_exact(op, seed, ROWS * scale, COLUMNS, DEPTH)
 
 
 def moe(rank: int, p: int, seed: int, scale: int) -> bool:
     case = MoeCase((ROWS * scale,) * p, COLUMNS, COLUMNS, 4, 2, p, torch.float32, seed=seed)
-    routing = flux.moe.route(*case.routing(rank), case.num_experts, ep_size=case.ep_size)
-    rows = flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
-    hidden = case.hidden_rows(rank, len(rows))
-    right = torch.equal(flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing), case.layer1(rank))
-    return right and torch.equal(rows[: int(routing.offsets[-1])], case.layer0(rank))
+    return not wrong_layers(case, rank)
 
 
-CALLS = {f.__name__: f for f in (gemm_rs, ag_gemm, gemm_ar, all_reduce, reduce_scatter, moe)}
+OPS = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
+CALLS: dict[str, Callable[..., bool]] = {**{op: partial(dense, op) for op in OPS}, "moe": moe}
 # A group's first call, one that must grow the workspace, and one that it knows.
 STATES = {"first": (), "grown": (1,), "known": (40,)}
 

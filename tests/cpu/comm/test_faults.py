@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense_calls import is_exact
 from refusals import said
 
 import flux
 from flux._native import core
 from flux.comm import shm
 from flux.comm.cpu import CpuWorkspace
-from flux.testing import AgGemmCase, GemmRsCase, RankFailure, spawn
+from flux.testing import GemmRsCase, RankFailure, spawn
 from flux.testing.moe_data import MoeCase
 
 TIMEOUT_S = 1.0
@@ -50,16 +51,8 @@ def call_of(op: str, rank: int, p: int) -> Callable[[], bool]:
         return expert_call(name.removeprefix("moe."), rank, p)
     if mode:
         core.all_reduce_mode = lambda m, n, p, *_: MODES[mode]
-        case = GemmRsCase(30, 72, 16, p)
-        x, weight, _ = case.inputs(rank)
-        if name == "all_reduce":
-            return lambda: torch.equal(flux.all_reduce(x @ weight.t()), case.expected_sum())
-        return lambda: torch.equal(flux.gemm_ar(x, weight), case.expected_sum())
-    of_rows = (GemmRsCase if op == "gemm_rs" else AgGemmCase)(p * 400, 520, 16, p)
-    x, weight, _ = of_rows.inputs(rank)
-    if isinstance(of_rows, AgGemmCase) and op == "all_gather":
-        return lambda: torch.equal(flux.all_gather(x), of_rows.gathered())
-    return lambda: torch.equal(getattr(flux, op)(x, weight), of_rows.expected(rank))
+    sizes = (30, 72, 16) if mode else (400, 520, 16)
+    return partial(is_exact, name, 0, *sizes, dtypes=(torch.bfloat16,))
 
 
 def expert_call(op: str, rank: int, p: int) -> Callable[[], bool]:

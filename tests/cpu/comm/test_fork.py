@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from dense_calls import is_exact
 from repeated import CALLS, Machine, arguments
 from torch.utils.data import DataLoader, Dataset
 
 import flux
 from flux.comm import workspace as workspaces
 from flux.comm.cuda import CudaWorkspace
-from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing import spawn
 
 pytest_plugins = ("repeated",)  # fixtures
 REFUSED = (
@@ -55,12 +56,8 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/flux-")
 
 
-def right(rank: int, p: int, seed: int) -> bool:
-    scatter, gather = (kind(4 * p, 8, 16, p, seed=seed) for kind in (GemmRsCase, AgGemmCase))
-    x, weight, _ = scatter.inputs(rank)
-    ok = torch.equal(flux.gemm_rs(x, weight), scatter.expected(rank))
-    x, weight, _ = gather.inputs(rank)
-    return ok and torch.equal(flux.ag_gemm(x, weight), gather.expected(rank))
+def right(seed: int) -> bool:
+    return is_exact("gemm_rs", seed, 4) and is_exact("ag_gemm", seed, 4)
 
 
 class Model(Dataset[str]):
@@ -79,7 +76,7 @@ class Model(Dataset[str]):
 def forking(rank: int, p: int, forks: int) -> list[str]:
     x, weight = torch.full((4, 16), 1000.0), torch.ones(8, 16)
     told = [in_child(lambda: flux.gemm_rs(x, weight))]  # before the parent's first call
-    assert right(rank, p, 0)
+    assert right(0)
     y = flux.gemm_rs(torch.ones(4, 16, requires_grad=True), weight)
     told += [
         in_child(work)
@@ -94,16 +91,16 @@ def forking(rank: int, p: int, forks: int) -> list[str]:
         )
     ]
     told += next(iter(DataLoader(Model(), num_workers=1, multiprocessing_context="fork")))
-    assert right(rank, p, 1)
+    assert right(1)
     # A child may make a group of its own, although the parent has one of this name.
     assert in_child(alone) == "ok"
     before = held()
     for seed in range(forks):
         in_child(lambda: flux.gemm_rs(x, weight))
-        assert right(rank, p, seed)
+        assert right(seed)
     assert held() == before
     flux.release()
-    assert right(rank, p, 2)
+    assert right(2)
     return told
 
 

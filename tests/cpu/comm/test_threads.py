@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import scenario_test
+from dense_calls import is_exact
 
 import flux
 from flux._native import core
 from flux.comm import workspace as workspaces
-from flux.testing import AgGemmCase, GemmRsCase
+from flux.testing import GemmRsCase
 
 THREADS = 8
 
@@ -44,14 +45,8 @@ def in_threads(work: Callable[[int], Any]) -> list[Any]:
 
 def exact(rank: int, p: int, seed: int, group: Any = None, m: int = 40) -> bool:
     """One call, which of the operators and of what size depending on the seed."""
-    if seed % 3 == 0:
-        scatter = GemmRsCase(p * m, 24, 16, p, seed=seed)
-        x, weight, _ = scatter.inputs(rank)
-        return torch.equal(flux.gemm_rs(x, weight, group=group), scatter.expected(rank))
-    if seed % 3 == 1:
-        gather = AgGemmCase(p * m, 24, 16, p, seed=seed)
-        x, weight, _ = gather.inputs(rank)
-        return torch.equal(flux.ag_gemm(x, weight, group=group), gather.expected(rank))
+    if seed % 3 < 2:
+        return is_exact(("gemm_rs", "ag_gemm")[seed % 3], seed, m, group=group)
     # So large that it is made of two calls, between which no other thread's may come.
     summed = GemmRsCase(512 * p, 6144, 4, p, torch.float32, seed=seed)
     x, weight, _ = summed.inputs(rank)

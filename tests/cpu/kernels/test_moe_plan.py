@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -191,38 +190,6 @@ def test_sums_come_after_the_sends_that_they_wait_for(world_size: int, blocks: i
                 assert max(later, default=-1) < min(sums), "a sum comes a chunk late, and seldom waits"
         peers = [q for c, q, b in units if c == 0 and q != rank]
         assert peers == [(rank + i) % world_size for i in range(1, world_size)] * blocks, "peers take turns"
-
-
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize(("world_size", "blocks", "chunks"), [(2, 1, 1), (2, 3, 4), (3, 2, 3), (4, 5, 2)])
-def test_ranks_do_not_wait_in_a_circle(workers: int, world_size: int, blocks: int, chunks: int) -> None:
-    """Each worker draws its next unit before it is done with the one in hand, so what others wait for may
-    lie with somebody who waits.
-    """
-    for seed in range(20):
-        draw = random.Random(seed)
-        orders = [core.moe_comm_units(world_size, rank, blocks, chunks) for rank in range(world_size)]
-        hands: dict[tuple[int, int], list[Any]] = {
-            (r, w): [] for r in range(world_size) for w in range(workers)
-        }
-        sent: set[tuple[int, int, int]] = set()  # rank, chunk, peer of whom all blocks have left
-        left = [Counter((c, q) for c, q, _ in order) for order in orders]
-        while any(orders) or any(hands.values()):
-            before = sum(map(len, orders)) + sum(map(len, hands.values()))
-            for rank, worker in draw.sample(sorted(hands), len(hands)):
-                hand = hands[rank, worker]
-                while len(hand) < 2 and orders[rank]:
-                    hand.append(orders[rank].pop(0))
-                if not hand:
-                    continue
-                chunk, peer, _ = hand[0]
-                if peer == rank and any((q, chunk, rank) not in sent for q in range(world_size) if q != rank):
-                    continue  # waits for all of a chunk, which is more than it must
-                hand.pop(0)
-                left[rank][chunk, peer] -= 1
-                if left[rank][chunk, peer] == 0:
-                    sent.add((rank, chunk, peer))
-            assert sum(map(len, orders)) + sum(map(len, hands.values())) < before, "everybody waits"
 
 
 @pytest.mark.parametrize("n", [8, 512, 2880, 4096, 7168])

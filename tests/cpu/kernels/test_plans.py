@@ -23,24 +23,6 @@ Order = list[list[Any]]
 FIRST_SPLIT = 4  # of clusters: their CTAs share the K of a tile
 
 
-def clusters_of_tiles(
-    m: int, n: int, world_size: int, rank: int, config: int, cluster: int, group_m: int
-) -> Order:
-    """The tiles of the CTAs of each cluster, in the order of gemm_rs; None is a CTA without a tile."""
-    tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m, idle=True)
-    size = 1 if cluster == 1 else 2
-    return [tiles[i : i + size] for i in range(0, len(tiles), size)]
-
-
-def cta_tiles(order: Order, num_sms: int, cta: int) -> list[Any]:
-    """The tiles of a CTA with a fixed stride. The grid has as many whole clusters as fit on the SMs, and at
-    most one for each cluster of tiles.
-    """
-    size = len(order[0])
-    step = min(num_sms // size, len(order))
-    return [] if cta >= step * size else [tiles[cta % size] for tiles in order[cta // size :: step]]
-
-
 def problems() -> list[tuple[int, int, int, int, int, int]]:
     """(world_size, m, n, config, cluster, group_m): edges and a random sample."""
     rng = random.Random(7)
@@ -70,29 +52,18 @@ def test_every_tile_is_computed_once_and_the_own_shard_last() -> None:
                 assert owners[0] == (rank + 1) % world_size
 
 
-def test_the_ctas_of_a_grid_share_the_tiles() -> None:
-    for world_size, m, n, config, cluster, group_m in problems()[::3]:
-        for num_sms in (2, 7, 132):
-            rank = world_size // 2
-            wanted = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
-            order = clusters_of_tiles(m, n, world_size, rank, config, cluster, group_m)
-            ctas = [cta_tiles(order, num_sms, cta) for cta in range(num_sms)]
-            got = [tile for cta in ctas for tile in cta if tile is not None]
-            assert sorted(got) == sorted(wanted)
-            for cta, tiles in enumerate(ctas):
-                own = [tile is not None and tile[0] == rank for tile in tiles]
-                real = [is_own for is_own, tile in zip(own, tiles, strict=True) if tile is not None]
-                assert real == sorted(real), "a remote tile behind an own one"
-                if cluster == NO_CLUSTER:
-                    assert None not in tiles
-                elif cta % 2 == 0:
-                    partner = ctas[cta + 1] if cta + 1 < num_sms else []
-                    assert len(partner) == len(tiles), "the CTAs of a pair walk together"
-                    for a, b in zip(tiles, partner, strict=True):
-                        # Half of a pair that waits for peers while the other still has to send would be a
-                        # deadlock.
-                        assert a is None or b is None or (a[0] == rank) == (b[0] == rank)
-                        assert a is not None or b is not None
+def test_both_ctas_of_a_cluster_send_or_own() -> None:
+    """Half of a pair that waits for peers while the other still has to send would be a deadlock."""
+    for world_size, m, n, config, cluster, group_m in problems():
+        rank, size = world_size // 2, 1 if cluster == NO_CLUSTER else 2
+        wanted = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
+        tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m, idle=True)
+        assert [tile for tile in tiles if tile is not None] == wanted and len(tiles) % size == 0
+        owners = [{tile[0] for tile in tiles[i:][:size] if tile} for i in range(0, len(tiles), size)]
+        own = [rank in each for each in owners]
+        assert own == sorted(own), "a remote tile behind an own one"
+        assert all(each == {rank} or rank not in each and each for each in owners)
+        assert size > 1 or None not in tiles
 
 
 def test_slots_and_signals_do_not_overlap() -> None:

@@ -174,15 +174,17 @@ def serving(rank: int, p: int) -> None:
 
 def strides_and_groups(rank: int, p: int) -> None:
     """Layouts of x and the weight, and the group by itself."""
-    for op, call in (("gemm_rs", flux.gemm_rs), ("ag_gemm", flux.ag_gemm), ("gemm_ar", flux.gemm_ar)):
-        case = (AgGemmCase if op == "ag_gemm" else GemmRsCase)(30 * p, 24, 16, p, torch.float16, seed=5)
-        x, weight, _ = case.inputs(rank)
-        expected = case.expected_sum() if op == "gemm_ar" else case.expected(rank)  # type: ignore[union-attr]
+    for op in ("gemm", "gemm_rs", "ag_gemm", "gemm_ar"):
+        kind: Any = AgGemmCase if op == "ag_gemm" else GemmRsCase
+        ranks, mine, group = (1, 0, {}) if op == "gemm" else (p, rank, {"group": dist.group.WORLD})
+        case, call = kind(30 * ranks, 24, 16, ranks, torch.float16, seed=5), getattr(flux, op)
+        x, weight, _ = case.inputs(mine)
+        expected = case.expected_sum() if op == "gemm_ar" else case.expected(mine)
         strided = torch.empty(x.shape[0], 2 * x.shape[1], dtype=x.dtype)[:, ::2].copy_(x)
         all_equal(
             (call(strided, weight.t().contiguous().t()), expected),
             (call(x, weight.t(), transpose_weight=True), expected),
-            (call(x.t().contiguous().t(), weight, group=dist.group.WORLD), expected),
+            (call(x.t().contiguous().t(), weight, **group), expected),
             (call(x.view(-1, 5, 16), weight), expected.view(-1, 5, 24)),
             (call(x.view(len(x) // 15, 3, 5, 16), weight), expected.view(-1, 3, 5, 24)),
         )

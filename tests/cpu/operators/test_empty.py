@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense_calls import is_exact
 from test_modes import FeedForward
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,7 @@ import flux
 from flux.integrations import async_tp
 from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.layers import ParallelMLP, RMSNorm, column_linear, row_linear
-from flux.testing import GemmRsCase, spawn
+from flux.testing import spawn
 
 E = 4
 # x of each rank besides its columns (dimension 0 is gathered or scattered), and N and K: one of them is 0.
@@ -226,9 +227,7 @@ def dense(rank: int, p: int) -> Iterator[str]:
 def work(rank: int, p: int, wrongs: Callable[[int, int], Iterator[str]]) -> list[str]:
     """What is wrong, and whether a call that is not empty is exact afterwards."""
     wrong = list(wrongs(rank, p))
-    case = GemmRsCase(4 * p, 6, 8, p, torch.float32, bias=True)
-    exact = torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank))
-    return wrong if exact else [*wrong, "not exact"]
+    return wrong if is_exact("gemm_rs", 0) else [*wrong, "not exact"]
 
 
 @pytest.mark.parametrize("wrongs", [dense, layers])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from dense_calls import is_exact
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -186,11 +187,6 @@ class Hooks:
             return run(x)
 
 
-def exact(rank: int, p: int, seed: int) -> bool:
-    case = GemmRsCase(4 * p, N, K, p, torch.float32, bias=True, seed=seed)
-    return torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank))
-
-
 def raising(rank: int, p: int, name: str, region: Region) -> Iterator[str]:
     """What is wrong after hooks have raised."""
     counting = Hooks("", 0)
@@ -199,13 +195,13 @@ def raising(rank: int, p: int, name: str, region: Region) -> Iterator[str]:
         for at in {1, count} if count else ():
             with pytest.raises(Boom):
                 step(region, Hooks(which, at))
-            if not exact(rank, p, at):
+            if not is_exact("gemm_rs", at):
                 yield f"{name}: call after a {which} hook that raised at {at} of {count}"
     # Of one call and on one rank only: the call is made, and ranks remain in step.
     if name in ("gemm_rs", "ag_gemm", "gathered"):
         with pytest.raises(Boom) if rank == 0 else nullcontext():
             Hooks("pack", int(rank == 0))(region.run, region.x.clone().requires_grad_())
-        if not exact(rank, p, 77):
+        if not is_exact("gemm_rs", 77):
             yield f"{name}: call after a hook that raised on rank 0"
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dense_forms import FORMS
 
 import flux
 from flux import _files
@@ -22,7 +23,7 @@ from flux.measured import files, machine
 from flux.measured.machine import Machine
 from flux.measured.times import Fact, Modelled, Tuning, choose
 from flux.plan.choose import PlanInput, facts_key, model_of, planned, workspace_plan
-from flux.testing import GemmRsCase, spawn
+from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 CPU = torch.device("cpu")
 HOST = Machine("cpu")
@@ -329,74 +330,24 @@ OPS = {
 def in_every_way(rank: int, world_size: int) -> list[str]:
     """Every way of every operator on integers that carry each rank's mark, with all options."""
     wrong = []
-    case = GemmRsCase(6 * world_size, 24, 16, world_size, torch.float32, bias=True)
-    x, weight, bias = case.inputs(rank, CPU)
-    residual, total = case.residual(CPU), case.expected_sum(CPU)
-    rows = slice(rank * 6, (rank + 1) * 6)
-    norm_weight = torch.ones(24)
     flux.all_reduce(torch.ones(1))
     workspace = registry.existing(dist.group.WORLD)[0]
     for op, ways in OPS.items():
+        kind: Any = AgGemmCase if op == "ag_gemm" else GemmRsCase
+        case = kind(6 * world_size, 24, 16, world_size, torch.float32, bias=True)
         for way in ("kernel", *ways):
             workspace.tuning = Tuning(forced=way)
             workspace.plans.clear()
-            if op == "gemm_rs":
-                got = [flux.gemm_rs(x, weight, bias)]
-                want = [total[rows]]
-            elif op == "ag_gemm":
-                outs, gathered = flux.ag_gemm(x[rows], [weight, weight[:8]], return_gathered=True)
-                whole = torch.cat([case.inputs(r, CPU)[0][r * 6 : (r + 1) * 6] for r in range(world_size)])
-                got, want = [*outs, gathered], [whole @ weight.t(), whole @ weight[:8].t(), whole]
-            else:
-                norm, summed = flux.gemm_ar(x, weight, bias, residual=residual, norm_weight=norm_weight)
-                expected = total + residual
-                want = [expected, expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-6)]
-                got = [summed, norm]
-            exact = torch.equal(got[0], want[0])
-            near = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+            forms = FORMS[op](case, rank)
+            wrong += [f"{op} {way}: {what}" for what, got, want in forms if not torch.equal(got, want)]
             plan = workspace_plan(workspace, op, case.m, 24, 16, torch.float32, False)
             if op != "ag_gemm" and plan.way != way:
                 wrong.append(f"{op} ran {plan.way}, not {way}")
-            if not (exact and near):
-                wrong.append(f"{op} {way} differs")
     return wrong
 
 
 def test_every_way_gives_the_result() -> None:
     assert spawn(in_every_way, 3, backend="gloo") == [[]] * 3
-
-
-def plan_twice(rank: int, world_size: int, file: str) -> list[str]:
-    """A file that changes while the process runs changes no plan, also not of problems that are new."""
-    with mock.patch.dict("os.environ", {"FLUX_TUNING": file, "FLUX_RECORD_SHAPES": f"{file}.shapes"}):
-        ways = []
-        for m in (16, 32):
-            flux.gemm_ar(torch.ones(m, 4), torch.ones(8, 4))
-            plan = flux.explain("gemm_ar", m, 8, 4, torch.float32)
-            ways.append(plan.way)
-            dist.barrier()
-            if rank == 0:
-                Path(file).write_text("{}")
-            dist.barrier()
-        return ways
-
-
-def test_plans_do_not_change(tmp_path: Path) -> None:
-    facts = [Fact("gemm_ar", 2, 4, m, 8, 4, {"kernel": 9.0, "parts": 2.0}) for m in (16, 32)]
-    file = str(written(tmp_path / "a", *facts))
-    assert spawn(plan_twice, 2, file, backend="gloo") == [["parts", "parts"]] * 2
-    told = [json.loads(line) for line in Path(f"{file}.shapes").read_text().splitlines()]
-    shapes = [each for each in told if each["op"] == "gemm_ar"]
-    assert [each["m"] for each in shapes] == [16, 32]
-    assert shapes[0] | {"m": 0} == {
-        "op": "gemm_ar",
-        "dtype": "float32",
-        "m": 0,
-        "n": 8,
-        "k": 4,
-        "world_size": 2,
-        "transpose_weight": False,
-    }
 
 
 def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
@@ -421,34 +372,43 @@ def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
 
 
 def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
-    """The ways in which gemm_ar runs with and without a norm, which differ; both results are exact."""
+    """The ways in which gemm_ar runs with and without a norm, which differ; both results are exact. A file
+    that changes meanwhile changes no plan, also not of problems that are new.
+    """
     with mock.patch.dict("os.environ", {"FLUX_TUNING": file, "FLUX_RECORD_SHAPES": f"{file}.shapes"}):
-        case = GemmRsCase(16, 8, 4, world_size, torch.float32)
-        x, weight, _ = case.inputs(rank, CPU)
-        total = case.expected_sum(CPU)
-        assert torch.equal(flux.gemm_ar(x, weight), total)
-        for _ in range(2):
-            _, summed = flux.gemm_ar(x, weight, norm_weight=torch.ones(8))
-            assert torch.equal(summed, total)
-        explained = [
-            flux.explain("gemm_ar", 16, 8, 4, torch.float32, norm=norm).way for norm in (False, True)
-        ]
-        workspace = registry.existing(dist.group.WORLD)[0]
-        ran = [
-            found.plan.way for key, found in workspace.plans.items() if key[0] in ("gemm_ar", "gemm_ar_norm")
-        ]
-        return [*explained, *ran]
+        ways = []
+        for m in (16, 32):
+            case = GemmRsCase(m, 8, 4, world_size, torch.float32)
+            x, weight, _ = case.inputs(rank)
+            total = case.expected_sum(CPU)
+            assert torch.equal(flux.gemm_ar(x, weight), total)
+            for _ in range(2):
+                assert torch.equal(flux.gemm_ar(x, weight, norm_weight=torch.ones(8))[1], total)
+            ways += [flux.explain("gemm_ar", m, 8, 4, torch.float32, norm=norm).way for norm in (False, True)]
+            dist.barrier()
+            if rank == 0:
+                Path(file).write_text("{}")
+            dist.barrier()
+        plans = registry.existing(dist.group.WORLD)[0].plans.items()
+        ran = [found.plan.way for key, found in plans if key[0] in ("gemm_ar", "gemm_ar_norm")]
+        return [*ways, *ran]
 
 
-def test_calls_with_a_norm_look_for_their_own_facts(tmp_path: Path) -> None:
+def test_calls_with_a_norm_look_for_their_own_facts_and_plans_do_not_change(tmp_path: Path) -> None:
     facts = [
-        Fact("gemm_ar", 2, 4, 16, 8, 4, {"kernel": 2.0, "parts": 9.0}),
-        Fact("gemm_ar_norm", 2, 4, 16, 8, 4, {"kernel": 9.0, "parts": 2.0}),
+        Fact(op, 2, 4, m, 8, 4, {"kernel": kernel, "parts": 11.0 - kernel})
+        for m in (16, 32)
+        for op, kernel in (("gemm_ar", 2.0), ("gemm_ar_norm", 9.0))
     ]
     file = str(written(tmp_path / "a", *facts))
-    assert spawn(calls_with_facts, 2, file, backend="gloo") == [["kernel", "parts"] * 2] * 2
-    told = [json.loads(line)["op"] for line in Path(f"{file}.shapes").read_text().splitlines()]
-    assert [op for op in told if op.startswith("gemm")] == ["gemm_ar", "gemm_ar_norm"]
+    assert spawn(calls_with_facts, 2, file, backend="gloo") == [["kernel", "parts"] * 4] * 2
+    told = [json.loads(line) for line in Path(f"{file}.shapes").read_text().splitlines()]
+    shapes = [each for each in told if each["op"].startswith("gemm")]
+    assert [(each["op"], each["m"]) for each in shapes] == [(fact.op, fact.m) for fact in facts]
+    assert shapes[0] == {
+        **{"op": "gemm_ar", "dtype": "float32", "m": 16, "n": 8, "k": 4},
+        **{"world_size": 2, "transpose_weight": False},
+    }
 
 
 def test_sums_are_known_by_their_elements() -> None:

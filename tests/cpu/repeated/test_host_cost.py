@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from repeated import CALLS, FP8_SUMS, Machine, arguments, tensor
 
+import flux
 from flux import moe
+from flux.calls import front
 from flux.comm import cuda
 from flux.comm.cuda import CudaWorkspace
 from flux.integrations.vllm.experts import own_experts
 from flux.measured.times import Tuning
 
 HERE = str(Path(__file__).parents[2])
+PACKAGE = str(Path(flux.__file__).parent)
 # Of a call through the public function: Python functions, C functions that these call, and new tensors.
 HOST_COST = {
     "gemm_rs": (8, 2, 1),
@@ -90,15 +93,16 @@ def test_what_a_known_call_costs_the_host(
     assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
 
 
-def calls_of_functions(call: Callable[[], object]) -> dict[str, int]:
-    """How many functions of Python, and of C, a call has called when it is known."""
-    for _ in range(3):
+def calls_of_functions(call: Callable[[], object], before: int = 3) -> dict[str, int]:
+    """How many functions of Python, of C and of flux a call calls after others, by which it is known."""
+    for _ in range(before):
         call()
-    calls = {"call": 0, "c_call": 0}
+    calls = {"call": 0, "c_call": 0, "flux": 0}
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         if event in calls and not frame.f_code.co_filename.startswith(HERE):  # the machine
             calls[event] += 1
+            calls["flux"] += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
     gc.disable()  # its callbacks would count
     sys.setprofile(profile)
@@ -106,6 +110,19 @@ def calls_of_functions(call: Callable[[], object]) -> dict[str, int]:
     sys.setprofile(None)
     gc.enable()
     return calls
+
+
+def test_frames_of_a_call(
+    machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First, again through Python, and repeated by C++ (docs/design/host-cost.md)."""
+    monkeypatch.setattr(front, "may_skip_dispatch", lambda *tensors: True)  # as tensors on a GPU
+    x, weight = tensor(8, 64), tensor(16, 64)
+    frames = [calls_of_functions(lambda: flux.gemm_rs(x, weight), 0)["flux"]]
+    workspace.known.clear()
+    frames += [calls_of_functions(lambda: flux.gemm_rs(x, weight), 0)["flux"] for _ in range(2)]
+    assert all(found <= most for found, most in zip(frames, (82, 45, 4), strict=True)), frames
+    assert len(machine.dispatched) == 2 and len(machine.repeated) == 1
 
 
 def test_what_this_rank_s_part_of_experts_costs_the_host(

@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,6 @@ from torch.autograd import forward_ad
 
 import flux
 from flux import moe
-from flux.calls import front
 from flux.comm import cuda, registry, repeat
 from flux.comm import workspace as workspaces
 from flux.comm.cuda import CudaWorkspace
@@ -537,35 +535,3 @@ def test_results_belong_to_the_caller(machine: Machine, workspace: CudaWorkspace
     assert (sys.getrefcount(x), sys.getrefcount(weight)) == references
     first, second = flux.gemm_rs(x, weight), flux.gemm_rs(x, weight)
     assert first.data_ptr() != second.data_ptr()
-
-
-PACKAGE = str(Path(flux.__file__).parent)
-
-
-def frames(call: Callable[[], object]) -> int:
-    """How many Python functions of flux a call goes through."""
-    seen = []
-
-    def see(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            seen.append(frame.f_code)
-
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(seen)
-
-
-def test_frames_of_a_call(
-    machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First, again through Python, and repeated by C++ (docs/design/host-cost.md)."""
-    monkeypatch.setattr(front, "may_skip_dispatch", lambda *tensors: True)  # as tensors on a GPU
-    x, weight = tensor(8, 64), tensor(16, 64)
-    first = frames(lambda: flux.gemm_rs(x, weight))
-    workspace.known.clear()
-    again, repeated = (frames(lambda: flux.gemm_rs(x, weight)) for _ in range(2))
-    assert first <= 82 and again <= 45 and repeated <= 4, (first, again, repeated)
-    assert len(machine.dispatched) == 2 and len(machine.repeated) == 1
