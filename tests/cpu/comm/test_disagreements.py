@@ -281,10 +281,10 @@ def contents(rank: int, p: int) -> list[str]:
     return [said(call) for call in calls]
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_contents_are_compared_if_asked_for(everywhere: bool) -> None:
-    env = {"FLUX_DEBUG": "compare"} if everywhere else {}
-    results = spawn(contents if everywhere else only_one_asks, 2, backend="gloo", env=env)
+@pytest.mark.parametrize(("everywhere", "ranks_per_node"), [(True, None), (False, None), (True, 1)])
+def test_contents_are_compared_if_asked_for(everywhere: bool, ranks_per_node: int | None) -> None:
+    how: Any = {"env": {"FLUX_DEBUG": "compare"} if everywhere else {}, "ranks_per_node": ranks_per_node}
+    results = spawn(contents if everywhere else only_one_asks, 2, backend="gloo", **how)
     assert results[0] == results[1]
     names = ["bias", "bias", "residual", "norm_weight", "routing weights", "routing weights"]
     for message, name in zip(results[0], names, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,16 +61,6 @@ def test_too_small_a_bound_is_an_error_on_all_ranks() -> None:
         assert second == "no error"
 
 
-def all_overflow(rank: int, world_size: int) -> str:
-    ids = torch.full((10, 1), 2 - rank * 2)
-    return said(flux.moe.route, ids, torch.ones(10, 1), 4, ep_size=2, max_node_tokens=3)
-
-
-def test_too_small_a_bound_on_all_ranks_alike() -> None:
-    for told in spawn(all_overflow, 2, ranks_per_node=1):
-        assert told == "moe.route: max_node_tokens: expected at least 10, the tokens for one node, got 3"
-
-
 def test_tokens_without_room_become_nan() -> None:
     """What happens on GPUs, where the host does not look at the routing."""
     on_node = two_level.NodeTokens(nodes=3, ranks=1, limit=5, share=1)
@@ -124,29 +115,24 @@ def test_bytes_that_cross_are_those_of_the_model(share: int | None) -> None:
 
 
 def refuses(rank: int, world_size: int) -> list[str]:
-    given = (torch.zeros(10, 1, dtype=torch.int64), torch.ones(10, 1), 4)
-    return [said(flux.moe.route, *given, ep_size=2, max_node_tokens=bound) for bound in (11, -1, 2.5)]
-
-
-def test_bounds_are_checked() -> None:
-    for ranks_per_node in (1, 2):
-        for high, negative, kind in spawn(refuses, 2, ranks_per_node=ranks_per_node):
-            assert high == "moe.route: max_node_tokens: expected 0 to max_tokens = 10, got 11"
-            assert negative.endswith("got -1") and "max_node_tokens: expected an int" in kind
-
-
-def too_many(rank: int, world_size: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    workspace: Any = registry.get(group, CPU, "moe.route")
+    """Bounds of any ranks, the last of which is too small on all of them if they are nodes; and slices that
+    span more nodes than there may be.
+    """
+    ids, scores = torch.full((10, 1), 2 - rank * 2), torch.ones(10, 1)
+    route = partial(said, flux.moe.route)
+    told = [route(ids, scores, 4, ep_size=2, max_node_tokens=bound) for bound in (11, -1, 2.5, 3)]
+    workspace: Any = registry.get(dist.group.WORLD, CPU, "moe.route")  # type: ignore[arg-type]
     workspace.topology = SimpleNamespace(nodes=5, ranks=2)  # of ten ranks, which ep_size = 2 does not suit
     routing.MAX_WORLD_SIZE = 1
-    ids = torch.zeros(2, 1, dtype=torch.int64)
-    return said(flux.moe.route, ids, torch.ones(2, 1), 4, ep_size=2)
+    return [*told, route(ids[:2] * 0, scores[:2], 4, ep_size=2)]
 
 
-def test_slices_that_span_nodes_need_few_ranks() -> None:
-    for told in spawn(too_many, 2, ranks_per_node=1):
-        assert (
-            "expected at most 1 ranks, or ep_size a multiple of its nodes, got 2 ranks and ep_size 2" in told
-        )
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_bounds_are_checked(ranks_per_node: int) -> None:
+    for high, negative, kind, small, spanning in spawn(refuses, 2, ranks_per_node=ranks_per_node):
+        assert high == "moe.route: max_node_tokens: expected 0 to max_tokens = 10, got 11"
+        assert negative.endswith("got -1") and "max_node_tokens: expected an int" in kind
+        told = "moe.route: max_node_tokens: expected at least 10, the tokens for one node, got 3"
+        assert small == (told if ranks_per_node == 1 else "no error")
+        told = "expected at most 1 ranks, or ep_size a multiple of its nodes, got 2 ranks and ep_size 2"
+        assert told in spanning

@@ -58,7 +58,7 @@ def scaled_arguments(by_block: bool, out_dtype: torch.dtype) -> dict[str, Any]:
 
 
 def plain(reference: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda out=None, **rest: reference(**rest)
+    return lambda out=None, wire=None, **rest: reference(**rest)
 
 
 def normed(reference: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ def good_calls(p: int) -> list[Good]:
 
     return [
         good("gemm", **common, out=out(M)),
-        good("gemm_rs", **common, out=out(M // p)),
+        good("gemm_rs", **common, out=out(M // p), wire=None),
         good("ag_gemm", **common, out=out(M * p)),
         good_list({"x": x, "weight": [weight, w1[0]], "bias": [bias, None], "out": [out(M * p), out(M * p)]}),
         good("gemm_ar", **common, residual=grad, out=out(M)),
@@ -169,7 +169,7 @@ def good_calls(p: int) -> list[Good]:
         good("all_gather", x=x, out=out(M * p, K)),
         good("all_reduce", x=x, residual=like_x, out=out(M, K)),
         good("all_reduce", x=x, **of_norm),
-        good("reduce_scatter", x=x, out=out(M // p, K)),
+        good("reduce_scatter", x=x, out=out(M // p, K), wire=None),
         good("grouped_gemm", x=x, weight=experts, offsets=offsets, rows=order, activation="silu"),
         good("wgrad_accum", main_grad_of("wgrad_accum"), grad_output=grad, x=x, main_grad=out(N, K)),
         good("grouped_wgrad", grad_output=grad, x=x, offsets=offsets),
@@ -279,6 +279,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "scale": [1.0, "1", [1.0], torch.ones(1), torch.ones(2)],
     "ue8m0": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "dtype": [torch.int8, torch.bfloat16, torch.float8_e4m3fnuz, "float8", None, 8],
+    "wire": ["int4", "INT8", "", 8, True, ["int8"], b"int8"],
     "transpose_weight": [None, 0, 1, "no", 0.0, [], torch.tensor(True), (False,), b"", {}],
     "return_gathered": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "eps": ["1e-6", -1.0, -1e-30, float("nan"), -float("inf"), [], True, torch.tensor(1e-6), 1j],

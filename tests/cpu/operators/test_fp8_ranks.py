@@ -7,17 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import asked_at, scenario_test
 from dense_calls import differs
-from test_fp8_gemm import MUTANTS
+from test_fp8_gemm import MUTANTS, planted
 
 import flux
-from flux.fp8 import scales as fp8
 from flux.testing import ScaledCase, scaled_bound
 from flux.testing.scaled_data import exact_product
 
@@ -134,7 +132,6 @@ DEFECTS = {name: each for name, each in MUTANTS.items() if name.endswith(("dropp
 @asked_at(2, 3, 4)  # on one rank, test_fp8_gemm.py has the same
 def defects(rank: int, p: int) -> None:
     """Wrong scales on the last rank are seen by some rank, in every kind."""
-    whole = fp8.Scales.canonical
     seen = {(name, defect, kind): 0 for name in OPS for defect in DEFECTS for kind in KINDS}
     for name, defect in product(OPS, DEFECTS):
         if "swapped" in defect:
@@ -145,12 +142,7 @@ def defects(rank: int, p: int) -> None:
         for defect, change in DEFECTS.items():
             if (name, defect, kind) not in seen:
                 continue
-
-            def planted(self: fp8.Scales, *rest: Any, change: Any = change) -> fp8.Scales:
-                made = whole(self, *rest)
-                return change(made) if rank == p - 1 else made
-
-            with mock.patch.object(fp8.Scales, "canonical", planted):
+            with planted(change, rank == p - 1):
                 seen[name, defect, kind] += bool(differs("result", OPS[name].call(**given), expected))
     found = torch.tensor([*seen.values()])
     dist.all_reduce(found)

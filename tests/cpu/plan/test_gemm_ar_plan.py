@@ -174,6 +174,14 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
                     assert getattr(made, name) <= room[name], (op, m, n, name)
 
 
+def gpu_workspace(monkeypatch: pytest.MonkeyPatch, p: int = 4) -> Any:
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    facts = {"enter": lambda plan: nullcontext((77, 0)), "num_sms": 114, "world_size": p, "why_not": None}
+    for name, value in facts.items():
+        monkeypatch.setattr(workspace, name, value, raising=False)
+    return workspace
+
+
 def launch(
     workspace: Any,
     plan: Plan,
@@ -191,9 +199,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(gemm_ar_ways, "_kernel", lambda *arguments: told.append(arguments))
     monkeypatch.setattr(exchange, "_kernel", lambda *arguments: told.append(arguments))
-    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
-    monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
+    workspace = gpu_workspace(monkeypatch)
     made = plan(m=48, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
     total = torch.zeros(4, 16).bfloat16()
@@ -236,9 +242,7 @@ def test_what_the_kernels_are_given_of_quantisation(monkeypatch: pytest.MonkeyPa
     told: list[dict[str, Any]] = []
     for module in (gemm_ar_ways, exchange):
         monkeypatch.setattr(module, "_kernel", lambda *arguments, **how: told.append(how))
-    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
-    monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
+    workspace = gpu_workspace(monkeypatch)
     made, total = plan(m=48, n=256, k=16), torch.zeros(4, 256).bfloat16()
     x, weight = (torch.ones(rows, 16).bfloat16() for rows in (4, 256))
     static = torch.tensor([0.5])
