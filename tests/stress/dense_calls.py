@@ -124,7 +124,7 @@ def check_experts(
     found = (result, own.grad, own_scores.grad, *of_weights)
     for got, expected in zip(found, (*of_rank, w1.grad, w2.grad), strict=True):
         error = 1e-5 if got.dtype == torch.float32 else 1e-9  # routing weights are float32
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
         torch.testing.assert_close(got, expected, rtol=error, atol=error * largest)
 
 

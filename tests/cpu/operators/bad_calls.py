@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import flux
+from flux._sharded import local
 from flux.fp8 import scales as fp8
 from flux.ops import gemm, gemm_ar, grouped_gemm
 
@@ -105,6 +106,28 @@ def good_list(arguments: dict[str, Any]) -> Good:
     return Good("ag_gemm", flux.ag_gemm, reference, arguments)
 
 
+def good_linears(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[Good]:
+    """Calls of column_linear, with one weight and a list of them, and of row_linear. They may be DTensors."""
+
+    def columns(x: Tensor, weight: Any, bias: Any, sequence_parallel: bool, **_: Any) -> Any:
+        reference = references.ag_gemm if sequence_parallel else gemm.reference
+        if isinstance(weight, Tensor):
+            return reference(x, local(weight), local(bias))
+        assert all(type(each) is list for each in (weight, bias))
+        return [reference(x, *map(local, each)) for each in zip(weight, bias, strict=True)]
+
+    def rows(x: Tensor, weight: Tensor, bias: Tensor, sequence_parallel: bool, **_: Any) -> Tensor:
+        reference = references.gemm_rs if sequence_parallel else references.gemm_ar
+        return reference(x, local(weight), local(bias))
+
+    lists = {"weight": [weight, weight + 1], "bias": [bias, None], "save_gathered": False}
+    for sequence_parallel, given in ((True, {"save_gathered": False}), (False, lists)):
+        common = {"x": x, "weight": weight, "bias": bias, "gradient_accumulation_fusion": False}
+        common["sequence_parallel"] = sequence_parallel
+        yield Good("column_linear", flux.layers.column_linear, columns, common | given)
+        yield Good("row_linear", flux.layers.row_linear, rows, common)
+
+
 def main_grad_of(op: str) -> Callable[..., Tensor]:
     """What a call has added to."""
 
@@ -181,6 +204,7 @@ def good_calls(p: int) -> list[Good]:
         good("moe.route", topk_ids=ids, topk_weights=scores, num_experts=4, ep_size=1, max_tokens=M),
         good("moe.ag_scatter_gemm", x=x, weight=w1, routing=routing, activation=None),
         good("moe.gemm_gather_rs", x=hidden, weight=w2, routing=routing),
+        *good_linears(x, weight, bias),
         *good_scaled_calls(p),
     ]
 
@@ -281,6 +305,9 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "dtype": [torch.int8, torch.bfloat16, torch.float8_e4m3fnuz, "float8", None, 8],
     "wire": ["int4", "INT8", "", 8, True, ["int8"], b"int8"],
     "transpose_weight": [None, 0, 1, "no", 0.0, [], torch.tensor(True), (False,), b"", {}],
+    "sequence_parallel": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
+    "gradient_accumulation_fusion": [None, 0, 1, "no", []],
+    "save_gathered": [None, 0, 1, "always", []],
     "return_gathered": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "eps": ["1e-6", -1.0, -1e-30, float("nan"), -float("inf"), [], True, torch.tensor(1e-6), 1j],
     "activation": ["relu", "SiLU", "", 1, True, ["silu"], b"silu", torch.nn.functional.silu],
