@@ -231,11 +231,14 @@ def torchs_own(rank: int, world_size: int) -> str:
 def work(rank: int, world_size: int) -> dict[str, str]:
     async_tp.install()
     async_tp.install()
-    answers = {f"gather {GATHERS[i]}": gather(rank, world_size, i) for i in range(len(GATHERS))}
-    answers |= {f"scatter {SCATTERS[i]}": scatter(rank, world_size, i) for i in range(len(SCATTERS))}
-    for i, how in enumerate(SCALED):
-        answers[f"scaled gather {how}"] = scaled_gather(rank, world_size, i)
-        answers[f"scaled scatter {how}"] = scaled_scatter(rank, world_size, i)
+    # On four ranks some, which have each layout and each pair of options.
+    gathers, scatters, scaled = (1, 1, 1) if world_size == 2 else (5, 3, 5)
+    answers = {f"gather {GATHERS[i]}": gather(rank, world_size, i) for i in range(0, len(GATHERS), gathers)}
+    for i in range(0, len(SCATTERS), scatters):
+        answers[f"scatter {SCATTERS[i]}"] = scatter(rank, world_size, i)
+    for i in range(0, len(SCALED), scaled):
+        answers[f"scaled gather {SCALED[i]}"] = scaled_gather(rank, world_size, i)
+        answers[f"scaled scatter {SCALED[i]}"] = scaled_scatter(rank, world_size, i)
     scaled_stays_torchs()
     answers["torchs_own"] = torchs_own(rank, world_size)
     return {name: answer for name, answer in answers.items() if answer}
