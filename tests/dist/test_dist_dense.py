@@ -6,19 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import ag_workers
-import ar_workers
 import dist_workers
 import pytest
 from ranks import BACKENDS, SIZES, check_a_killed_rank_is_named, run
 
 OPS = ("gemm_rs", "ag_gemm", "gemm_ar")
 # Captured calls: those of ag_gemm are among calls of gemm_rs.
-GRAPHS: dict[str, Callable[..., list[str]]] = {"ag_gemm": ag_workers.graphs, "gemm_ar": ar_workers.graphs}
+GRAPHS: dict[str, Callable[..., list[str]]] = {
+    "ag_gemm": dist_workers.graphs_of_ag_gemm,
+    "gemm_ar": dist_workers.graphs_of_gemm_ar,
+}
 ONLY: dict[str, list[Callable[..., list[str]]]] = {
     "gemm_rs": [partial(dist_workers.unfused_kinds, op="gemm_rs")],
     "ag_gemm": [partial(dist_workers.unfused_kinds, op="ag_gemm")],
-    "gemm_ar": [ar_workers.rounded_sums, ar_workers.unfused_and_composed],
+    "gemm_ar": [dist_workers.rounded_sums, dist_workers.unfused_and_composed],
 }
 # m, n, k of calls in the middle of which a rank is killed, by round. ag_gemm: shards of 2 MiB, which the
 # kernel pushes, and of 16 MiB, which copy engines carry. gemm_ar: swap-AB tiles; ordinary ones, one or more

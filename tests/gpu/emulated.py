@@ -5,16 +5,17 @@ real ones (flux.testing.emulate).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from emulate_graphs import EmulatedGraphRanks
 from torch import Tensor
 
+from flux._native import core
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
+T = TypeVar("T")
 DTYPES = [torch.bfloat16, torch.float16]
 How = dict[str, Any]  # options of calls
 # Of random problems: most rows of a rank, or of a sum; most vectors of n and of k.
@@ -24,6 +25,66 @@ MOST = {
     "all_gather": (900, 1, 200),
     "gemm_ar": (64, 128, 40),
 }
+
+
+class EmulatedGraphRanks(EmulatedRanks):
+    """Ranks whose calls can be captured, by each rank in a graph of its own, as real ranks do it. In one
+    graph they would be branches. CUDA may run branches one after the other, and each waits for the others.
+    """
+
+    _recorded: list[Callable[[int], None]] | None = None
+
+    def capture(self, calls: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Captures what `calls` launches on these ranks, and runs nothing.
+
+        Returns:
+            What `calls` returned, and a function that replays the graphs of all ranks at once.
+        """
+        recorded: list[Callable[[int], None]] = []
+        self._recorded = recorded
+        try:
+            results = calls()
+        finally:
+            self._recorded = None
+        graphs = []
+        for rank, stream in enumerate(self.streams):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[rank], stream=stream):
+                for launch in recorded:
+                    launch(rank)
+        return results, lambda: self._launch(lambda rank: graphs[rank].replay(), True, ())
+
+    def _launch(self, launch: Callable[[int], None], join: bool, absent: Collection[int]) -> None:
+        if self._recorded is None:
+            super()._launch(launch, join, absent)
+        else:
+            self._recorded.append(launch)
+
+
+class EmulatedInt8Ranks(EmulatedRanks):
+    """Ranks that reduce-scatter with wire="int8"."""
+
+    def reduce_scatter_int8(
+        self,
+        xs: Sequence[Tensor],
+        *,
+        rounds_own: bool = False,
+        join: bool = True,
+        absent: Collection[int] = (),
+    ) -> list[Tensor]:
+        """ReduceScatter of all ranks at once: for every rank its [rows, n] of the sum of all `xs`
+        [world_size, rows, n]. rounds_own: what a rank has for itself is rounded to int8, too.
+        """
+        p, rows, n = xs[0].shape
+        self._stored.reserve_exchange(core.int8_scatter_bytes(rows, n, p))
+        sums = self._empty(xs[0], rows, n)
+
+        def launch(rank: int) -> None:
+            given = (self._stored.address(rank), self.num_sms, rounds_own)
+            torch.ops.flux._reduce_scatter_int8(xs[rank], sums[rank], *given)
+
+        self._launch(launch, join, absent)
+        return sums
 
 
 class Problem:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulate_int8 import EmulatedInt8Ranks
-from emulated import DTYPES, Problem, check_back_to_back, check_replays, problem
+from emulated import DTYPES, EmulatedInt8Ranks, Problem, check_back_to_back, check_replays, problem
 from int8_model import data, model
 
 import flux

@@ -1,5 +1,5 @@
 """Twenty steps of training with Megatron-Core's schedules, data parallelism and every kind of layer, stock
-and on flux: in each step the same loss and the same gradient of every parameter.
+and on flux: in each step the same loss and the same gradient of every parameter. Hybrid models.
 
 `make megatron` sets up what this needs, and runs it for several releases of Megatron-Core.
 """
@@ -16,6 +16,7 @@ from megatron_models import (
     KINDS,
     OnCpu,
     Told,
+    forward,
     make_config,
     make_model,
     prepare,
@@ -172,3 +173,76 @@ def run(rank: int, world_size: int, layout_name: str) -> bool:
 def test_steps_equal_stock_megatron(layout: str) -> None:
     world_size = LAYOUTS[layout][0]
     assert spawn(run, world_size, layout, backend="gloo", timeout_s=480) == [True] * world_size
+
+
+# HybridModel, which replaces GPTModel in Megatron-Core 0.19: attention, MLP and MoE layers of a pattern,
+# stock, with a converted spec, and converted after it was built.
+HYBRID = any((Path(part) / "megatron" / "core" / "models" / "hybrid").is_dir() for part in sys.path)
+PATTERN = "*-*E"
+
+
+def stack_spec(config: Any) -> Any:
+    """The layers of a stack, made of the parts of GPT's layers. (Megatron's own needs Transformer Engine.)"""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from flux.integrations.megatron import FluxNorm
+
+    hybrid_block.TENorm = FluxNorm
+    dense, experts = (
+        stock_spec(part).layer_specs[0].submodules for part in (make_config(sequence_parallel=True), config)
+    )
+
+    def layer(**parts: Any) -> Any:
+        return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+
+    attention = layer(
+        input_layernorm=FluxNorm, self_attention=dense.self_attention, self_attn_bda=dense.self_attn_bda
+    )
+    mlp, moe = (
+        layer(pre_mlp_layernorm=FluxNorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda) for parts in (dense, experts)
+    )
+    layers = hybrid_block.HybridStackSubmodules(
+        mamba_layer=IdentityOp, attention_layer=attention, mlp_layer=mlp, moe_layer=moe
+    )
+    return ModuleSpec(hybrid_block.HybridStack, submodules=layers)
+
+
+def make_hybrid(config: Any, spec: Any) -> Any:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    torch.manual_seed(4)
+    return HybridModel(config, spec, *sizes(config), PATTERN, position_embedding_type="rope")
+
+
+def train_hybrid(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = forward(model, 3)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def hybrid_as_stock(rank: int, world_size: int) -> list[str]:
+    from flux.integrations.megatron import convert_model, convert_spec
+
+    prepare(2)
+    config = make_config(**KINDS["MoE"], num_layers=len(PATTERN), sequence_parallel=True)
+    with OnCpu():
+        expected = train_hybrid(make_hybrid(config, stack_spec(config)))
+        for spec in (convert_spec(stack_spec(config)), stack_spec(config)):
+            model = make_hybrid(config, spec)
+            found = convert_model(model)
+            left = [name for name, reason in found.items() if reason is not None]
+            torch.testing.assert_close(train_hybrid(model), expected, rtol=1e-5, atol=1e-6)
+    return [*left, str(len(found))]
+
+
+@pytest.mark.skipif(not HYBRID, reason="Megatron-Core before 0.18 has no HybridModel")
+@pytest.mark.filterwarnings("ignore")
+def test_hybrid_model() -> None:
+    # Two attention layers, an MLP, a layer of experts, the output layer, and the embedding.
+    assert (
+        spawn(hybrid_as_stock, 2, backend="gloo", timeout_s=120) == [["embedding.word_embeddings", "9"]] * 2
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_scripts import FOLDER, script
+from bench_rows import FOLDER, script
 from megatron_models import needs_megatron
 
 OWN = {"stock", "flux", "flux, gathered x kept"}

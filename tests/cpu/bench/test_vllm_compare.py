@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from bench_scripts import script
+from bench_rows import script
 
 compare = script("vllm_compare")
 

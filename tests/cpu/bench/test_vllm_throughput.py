@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_scripts import script
+from bench_rows import script
 from leftovers import ENDED, STOPPED, become
 
 benchmark = script("vllm_throughput")
