@@ -8,12 +8,11 @@ import itertools
 from typing import Any
 
 import soak
-import test_gpu_add_norm as norms
 import test_gpu_expert_rows as steps
 import test_gpu_fp8 as fp8
 import test_gpu_gemm as products
 import test_gpu_grouped_wgrad as gradients
-import test_gpu_moe_layers as layers
+import test_gpu_moe as layers
 import torch
 from emulated import Problem, problem
 
@@ -81,7 +80,7 @@ def main() -> None:
 def sum_and_norm() -> None:
     """More rows than CTAs, and rows that shared memory has no room for."""
     for rows, columns in ((300, 136), (3, 32768)):
-        norms.test_the_sum_is_exact_and_the_norm_rounded_once(rows, columns, torch.bfloat16)
+        steps.test_the_sum_is_exact_and_the_norm_rounded_once(rows, columns, torch.bfloat16)
 
 
 def mixture() -> None:
@@ -89,7 +88,7 @@ def mixture() -> None:
     ranks = EmulatedMoeRanks(2, timeout_s=60.0)
     for ep_size in (1, 2):
         case = MoeCase((40, 35), 136, 72, 4, 3, ep_size, torch.bfloat16, "skewed", 0.1)
-        layers.check(ranks, case, config=9, per_chunk=ep_size, ctas=2)
+        layers.check_layers(ranks, case, config=9, per_chunk=ep_size, ctas=2)
 
 
 def steps_between() -> None:

@@ -1,16 +1,25 @@
-"""The routing kernel on one GPU, for every rank of every layout, against the same routing on the host."""
+"""Mixtures of experts on one GPU: the routing kernel, for every rank of each layout, against the same routing
+on the host; both layers with all ranks, which run the real kernels; and one rank's part of the experts, as
+vLLM's adapter calls it: exact where C++ repeats it, and in a graph.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import flux
 from flux._native import core
-from flux.moe import reference
+from flux.integrations.vllm.experts import own_experts
+from flux.moe import reference, routing, rows
 from flux.moe.routing import checked_shapes, route_on_host
+from flux.ops import grouped_gemm
 from flux.testing.emulate_moe import EmulatedMoeRanks
-from flux.testing.moe_data import MoeCase, random_case
+from flux.testing.moe_data import SKEWS, MoeCase, random_case
 
 BLOCK_M = 128
 
@@ -172,3 +181,125 @@ def test_the_same_by_torch_on_the_gpu() -> None:
     *expected, _ = expected_of(case, choices(case))[0]  # but for the weights
     for array, other in zip(on_gpu, expected, strict=True):
         assert torch.equal(array.cpu(), other)
+
+
+def check_layers(ranks: EmulatedMoeRanks, case: MoeCase, config: int, per_chunk: int, ctas: int) -> None:
+    layouts, p = ranks.route(case), range(case.world_size)
+    how = f"of {case}, {config}, {per_chunk}, {ctas}"
+    xs, w1s, w2s = ([make(r).cuda() for r in p] for make in (case.x, case.w1, case.w2))
+    if (config + per_chunk) % 2:  # as the backward passes have them
+        w1s, w2s = ([w.transpose(1, 2).contiguous().transpose(1, 2) for w in ws] for ws in (w1s, w2s))
+    out0 = ranks.ag_scatter_gemm(xs, w1s, config=config)
+    ranks.check()
+    for r in p:
+        expected = case.layer0(r)
+        assert torch.equal(out0[r][: len(expected)].cpu(), expected), f"layer 0, rank {r} {how}"
+    hs = [case.hidden_rows(r, layouts[r].max_rows).cuda() for r in p]
+    out1 = ranks.gemm_gather_rs(hs, w2s, config=config, tiles_per_chunk=per_chunk, communication_ctas=ctas)
+    ranks.check()
+    for r in p:
+        assert torch.equal(out1[r].cpu(), case.layer1(r)), f"layer 1, rank {r} {how}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("skew", SKEWS)
+def test_layouts_and_skews(world_size: int, skew: str) -> None:
+    ranks = EmulatedMoeRanks(world_size)
+    number = 0
+    for ep_size in [d for d in (1, 2, 3, 4) if world_size % d == 0]:
+        for tokens in (1, 140, 300):
+            case = MoeCase(
+                (tokens,) * (world_size - 1) + (max(1, tokens // 2),),
+                264,
+                72,
+                4 * ep_size,
+                3,
+                ep_size,
+                torch.bfloat16 if number % 2 else torch.float16,
+                skew,
+                0.2 * (number % 2),
+                seed=number,
+            )
+            check_layers(ranks, case, (0, 3, 5, 9)[number % 4], 1 + number % 2, (1, 0, 5)[number % 3])
+            number += 1
+
+
+@pytest.mark.parametrize("config", [0, 3, 5, 9])
+@pytest.mark.parametrize("ep_size", [1, 3])
+def test_long_rows(config: int, ep_size: int) -> None:
+    """The next tile is asked for in the middle of one; chunks are wider than what a thread sums at a time."""
+    ranks = EmulatedMoeRanks(3)
+    for seed in range(3):  # both buffers, and one of them again
+        case = MoeCase((260, 200, 60), 1608, 1608, 6, 4, ep_size, torch.bfloat16, "skewed", 0.1, seed=seed)
+        check_layers(ranks, case, config, 2, 5 * seed)
+
+
+EXPERTS, HIDDEN, COLUMNS, TOP_K = 8, 264, 72, 4
+
+
+@pytest.fixture
+def one_rank() -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+def layer(seed: int, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, experts, their weights, w13 and w2, on the CPU. All products are exact in 16 bits, because gates are
+    32 or 0, and so is silu of them; all sums in fp32.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=g).float()
+
+    x, gates = integers(0, 1, tokens, HIDDEN), torch.zeros(EXPERTS, COLUMNS, HIDDEN)
+    x[:, 0], gates[:, :, 0] = 1, 32 * integers(0, 1, EXPERTS, COLUMNS)
+    w13 = torch.cat((gates, integers(-1, 1, EXPERTS, COLUMNS, HIDDEN)), 1)
+    w2 = integers(-1, 1, EXPERTS, HIDDEN, COLUMNS) * (integers(0, 3, EXPERTS, HIDDEN, COLUMNS) == 0) / 32
+    ids, weights = integers(-1, EXPERTS - 1, tokens, TOP_K).int(), integers(1, 3, tokens, TOP_K)
+    return [x.to(dtype), ids, weights, w13.to(dtype), w2.to(dtype)]
+
+
+def expected(x: torch.Tensor, ids: Any, weights: Any, *experts: torch.Tensor) -> torch.Tensor:
+    made = reference.moe_mlp(x.float(), ids, weights, *(each.float() for each in experts))
+    return made.to(x.dtype)
+
+
+def on_gpu(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.cuda() for each in given]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 300, 2049])
+def test_layers_are_repeated(
+    tokens: int, dtype: torch.dtype, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise AssertionError("launched by Python")
+
+    kept = []
+    for seed in range(4):
+        given = layer(seed, tokens, dtype)
+        kept.append((own_experts(*on_gpu(given), one_rank), expected(*given)))
+        for module, name in ((routing, "_kernel"), (grouped_gemm, "_kernel"), (rows, "_combine_kernel")):
+            monkeypatch.setattr(module, name, refuses)
+    for result, right in kept:
+        assert torch.equal(result.cpu(), right)
+
+
+def test_a_graph_is_captured_between_known_calls(one_rank: str) -> None:
+    tokens = 300
+    held = on_gpu(layer(0, tokens, torch.bfloat16))
+    for _ in range(2):
+        own_experts(*held, one_rank)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = own_experts(*held, one_rank)
+    for seed in range(1, 4):
+        given = layer(seed, tokens, torch.bfloat16)
+        for there, new in zip(held, given, strict=True):
+            there.copy_(new)
+        graph.replay()
+        assert torch.equal(replayed.cpu(), expected(*given))
+        assert torch.equal(own_experts(*held, one_rank).cpu(), expected(*given))
