@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fp8_workers as fp8
-import layer_workers as layers
-import moe_workers as moe
+import layer_workers as workers
 import pytest
 from ranks import BACKENDS, SIZES, run
 
@@ -20,13 +18,16 @@ UNTUNED = {"FLUX_TUNING": "off"}
 @pytest.mark.parametrize(
     ("worker", "args", "env"),
     [
-        *((worker, (), env) for worker in (layers.gradients, layers.layers) for env in ({}, ONE_QUEUE)),
-        (layers.main_grads, (), {}),
-        *((fp8.exact, (), {**UNTUNED, "FLUX_SYMM_BACKEND": backend}) for backend in BACKENDS),
-        *((worker, (), UNTUNED) for worker in (fp8.graphs, fp8.int8_between_ranks)),
-        *((moe.random_cases, (first, 50), {}) for first in (0, 50, 100)),
-        *((worker, (), {}) for worker in (moe.skews, moe.graphs, moe.without_synchronisation)),
-        (moe.vllms_experts, (), {}),
+        *((worker, (), env) for worker in (workers.gradients, workers.layers) for env in ({}, ONE_QUEUE)),
+        (workers.main_grads, (), {}),
+        *((workers.fp8_exact, (), {**UNTUNED, "FLUX_SYMM_BACKEND": backend}) for backend in BACKENDS),
+        *((worker, (), UNTUNED) for worker in (workers.fp8_graphs, workers.int8_between_ranks)),
+        *((workers.random_cases, (first, 50), {}) for first in (0, 50, 100)),
+        *(
+            (worker, (), {})
+            for worker in (workers.skews, workers.moe_graphs, workers.without_synchronisation)
+        ),
+        (workers.vllms_experts, (), {}),
     ],
 )
 def test_scenario(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,11 +16,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-from names import public  # noqa: E402
+from names import example, public  # noqa: E402
 
 NEEDED = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}, not installed")
+needs_sphinx = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}, not installed")
 
 
 class Page(HTMLParser):
@@ -64,11 +65,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return read(out / "html")
 
 
+@needs_sphinx
 def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
     """So that it can be read without a network."""
     assert [load for page in site.values() for load in page.loads if urlparse(load).netloc] == []
 
 
+@needs_sphinx
 def test_every_page_and_name_is_there(site: dict[Path, Page]) -> None:
     (root,) = (path.parent for path in site if path.name == "search.html")
     sources = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
@@ -77,6 +80,7 @@ def test_every_page_and_name_is_there(site: dict[Path, Page]) -> None:
     assert set(public()) <= reference
 
 
+@needs_sphinx
 def test_a_broken_page_fails_the_build(tmp_path: Path) -> None:
     source = tmp_path / "docs"
     source.mkdir()
@@ -88,3 +92,54 @@ def test_a_broken_page_fails_the_build(tmp_path: Path) -> None:
     assert result.returncode != 0
     for complaint in ("missing.md", "nowhere", "flux.nothing", "figure.svg", "lost.md"):
         assert complaint in result.stdout, result.stdout
+
+
+# What type checkers see of the installed package: results and examples are typed, wrong uses are found.
+TYPED = Path(__file__).with_name("typed")
+# Both kinds of failure: an error that nobody expects, and an expected one that does not come.
+PLANTED = """
+import flux
+
+flux.all_gather("x")
+flux.check()  # type: ignore[arg-type]
+"""
+# What an example takes for granted; what torch and other packages do to types is not what it shows.
+OF_OTHERS = "union-attr, no-untyped-call, no-untyped-def, no-any-return, attr-defined, import-untyped"
+BEFORE_EXAMPLE = f"""\
+# mypy: disable-error-code="{OF_OTHERS}"
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flux
+
+rank: int
+p: int
+config: Any
+
+"""
+
+
+def test_results_wrong_uses_and_every_example_are_typed(tmp_path: Path) -> None:
+    """Every public name has an example, which test_doc_examples.py runs."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    (tmp_path / "planted.py").write_text(PLANTED)
+    for name, (_, node) in public().items():
+        (tmp_path / f"{name.replace('.', '_')}.py").write_text(BEFORE_EXAMPLE + example(node) + "\n")
+    files = [TYPED / "user.py", TYPED / "wrong.py", *sorted(tmp_path.glob("*.py"))]
+    assert len(files) > 60
+    cache = ROOT / "build" / "mypy"  # without it torch is read anew, which takes half a minute
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={cache}"]
+    result = subprocess.run(
+        [*command, *map(str, files)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    errors = re.findall(r"^(.+\.py):(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.MULTILINE)
+    expected = [("planted.py", "4", "arg-type"), ("planted.py", "5", "unused-ignore")]
+    assert errors == expected, result.stdout + result.stderr

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import types
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +25,10 @@ from flux import _env
 from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import op, ranges, smoke_test
+from flux.integrations.vllm import graph, op, ranges, smoke_test
 from flux.integrations.vllm import report as reports
 from flux.ops import explain
+from flux.ops.gemm_ar import row_norm
 from flux.testing import spawn
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
@@ -387,3 +389,47 @@ def rows_that_differ(rank: int, world_size: int) -> list[str]:
 def test_rows_have_the_same_bits_in_any_batch(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "5")
     assert spawn(rows_that_differ, 2, backend="gloo") == [[], []]
+
+
+# The smoke test of versions of vLLM that flux has not been run with.
+
+
+def failure(*defined: Callable[[], Any]) -> str | None:
+    """What the test finds where these operators are defined."""
+    libraries = [define() for define in defined]
+    with mock.patch.dict(sys.modules, stand_in.stand_in()):
+        for known in ("0.26.0", "0.33.1+cpu"):
+            assert smoke_test.failure(known) is None
+        found = [smoke_test.failure(version) for version in ("0.34.0", "0.3.3", "1.0.dev5", "main")]
+    del libraries
+    assert found == found[:1] * len(found)
+    return found[0]
+
+
+def all_found(rank: int, world_size: int) -> dict[str, str | None]:
+    """Where nothing else defines vLLM's operators."""
+    as_vllms = (
+        stand_in.define_all_reduce,
+        functools.partial(stand_in.define_norm, row_norm),
+    )  # what flux takes for granted
+    told = {
+        "the same": failure(*as_vllms),
+        "no norm": failure(stand_in.define_all_reduce),
+        "another norm": failure(stand_in.define_all_reduce, stand_in.define_norm),
+        "no sum": failure(*as_vllms[1:]),
+    }
+    for broken in ("fuse_norm", "unfuse"):  # rewrites that find nothing
+        assert hasattr(graph, broken)
+        with mock.patch.object(smoke_test, broken, lambda *arguments: 0):
+            told[broken] = failure(*as_vllms)
+    return told
+
+
+def test_what_is_found_of_versions() -> None:
+    (told,) = spawn(all_found, 1, backend="gloo")
+    assert told["the same"] is None
+    assert told["no norm"] is None, "flux fuses none then"
+    assert told["another norm"] == "its fused_add_rms_norm gives something else"
+    assert told["no sum"].startswith("a smoke test raised AttributeError") and "all_reduce" in told["no sum"]
+    for broken in ("fuse_norm", "unfuse"):
+        assert told[broken].startswith("flux cannot") and told[broken].endswith("in a graph")
