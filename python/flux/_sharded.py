@@ -4,6 +4,7 @@ import when they need it: torch.distributed.tensor takes as long as torch's othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,9 +19,6 @@ from flux.errors import fail
 
 Tensor = torch.Tensor
 Init: TypeAlias = Callable[[Tensor], object]
-
-# Meshes that flux has made, by their group, the type of their device, and into how many slices they are cut.
-_meshes: dict[tuple[dist.ProcessGroup, str, int], DeviceMesh] = {}
 
 
 class ShardedModule(nn.Module):
@@ -62,13 +60,11 @@ def mesh_of(group: GroupLike, op: str, device: torch.device, slices: int = 1) ->
         return group
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    key = process_group, kind, slices
-    if key not in _meshes:
-        with unset_fake_temporarily():  # a mesh outlives a dry run, and reads its own tensor
-            _meshes[key] = _new_mesh(*key)
-    return _meshes[key]
+    with unset_fake_temporarily():  # a mesh outlives a dry run, and reads its own tensor
+        return _new_mesh(process_group, kind, slices)
 
 
+@functools.cache
 def _new_mesh(process_group: dist.ProcessGroup, kind: str, slices: int) -> DeviceMesh:
     if slices == 1:
         return DeviceMesh.from_group(process_group, kind)

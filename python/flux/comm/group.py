@@ -149,6 +149,7 @@ class Rendezvous:
     """
 
     def __init__(self, store: Any, base: str, rank: int, world_size: int) -> None:
+        """store: None for a fake group, where there are no other ranks."""
         self._store, self._base, self._rank, self._world_size = store, base, rank, world_size
         self._count = 0
         self.place = ""  # a prefix for keys, equal on all ranks, which no other rendezvous has, after begin()
@@ -156,7 +157,7 @@ class Rendezvous:
     @classmethod
     def of(cls, group: ProcessGroup, tag: str) -> Rendezvous:
         if why_fake(group) is not None:
-            return _FakeRendezvous(None, "", group.rank(), group.size())
+            return cls(None, "", group.rank(), group.size())
         # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
         members = "-".join(str(r) for r in _members(group))
         base = f"flux/{tag}/{name_of(group)}/{members}"
@@ -164,6 +165,8 @@ class Rendezvous:
 
     def begin(self, op: str) -> None:
         """A barrier that agrees on a number. A rank that gives up withdraws its token: all may try again."""
+        if self._store is None:
+            return
         number = token = uuid.uuid4().hex
         place, left = f"{self._base}/join", _GAVE_UP
         try:
@@ -202,12 +205,14 @@ class Rendezvous:
 
     def leave(self, op: str, wait: bool) -> None:
         """Announces that this rank makes no more exchanges; with `wait`, waits until all have done so."""
-        if wait:
+        if wait or self._store is None:
             self._gather(op, "leave", {})
         else:
             self._set(op, f"{self.place}/leave/{self._rank}", "{}")
 
     def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._store is None:
+            return [facts] * self._world_size
         prefix, deadline = f"{self.place}/{place}", time.monotonic() + _patience_s()
         self._set(op, f"{prefix}/{self._rank}", json.dumps(facts))
         values = [self._wait(op, peer, f"{prefix}/{peer}", deadline) for peer in range(self._world_size)]
@@ -240,19 +245,6 @@ class Rendezvous:
         # The store is hosted by one of the job's processes, which may have died.
         detail = f"The store of the group failed: {error}."
         return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s(), detail=detail)
-
-
-class _FakeRendezvous(Rendezvous):
-    """Of a fake group: there are no other ranks, and its store may store nothing."""
-
-    def begin(self, op: str) -> None:
-        pass
-
-    def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        return [facts] * self._world_size
-
-    def _set(self, op: str, key: str, value: str) -> None:
-        pass
 
 
 def _patience_s() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -35,9 +35,6 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks
-
-    def local_of(self, rank: int) -> int:
-        return rank % self.ranks
 
     def rank_of(self, node: int, local: int) -> int:
         return node * self.ranks + local
@@ -73,9 +70,6 @@ class Links:
     latency_us: _Rate = 20.0  # of an exchange between nodes without bytes, its start and its wait included
     source: str = "assumed"
 
-    def to_tell(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"{self.nic_gb_per_s:g} GB/s and {self.latency_us:g} us between nodes, "
@@ -103,10 +97,10 @@ def _read(path: str) -> Links:
 def links_of(told: object, what: str, place: str = "") -> Links:
     """Rates from JSON values. Raises ValueError if they are none."""
     links: Links = _files.parse(Links, told, what, place)
-    if links.to_tell() != told:  # what is left out
-        raise ValueError(f"{what}: expected all of {', '.join(links.to_tell())}, got {told!r:.120}")
+    if vars(links) != told:  # what is left out
+        raise ValueError(f"{what}: expected all of {', '.join(vars(links))}, got {told!r:.120}")
     return links
 
 
 def write_links(path: Path, measured: Links) -> None:
-    _files.write_json({"schema": _LINKS_SCHEMA, "links": measured.to_tell()}, path)
+    _files.write_json({"schema": _LINKS_SCHEMA, "links": vars(measured)}, path)

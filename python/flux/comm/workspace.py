@@ -144,7 +144,7 @@ class Workspace(ABC):
             told |= cls.handshake(group, device)
             told |= {
                 "node": topology.node_id(),
-                "links": topology.links().to_tell(),
+                "links": vars(topology.links()),
                 "nodes": _env.get("FLUX_NODES"),
                 "compare": _env.get("FLUX_DEBUG") == "compare",
                 "graphs": group in expecting_graphs,

@@ -38,9 +38,9 @@ class _ParallelLinear(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         name, sizes = type(self).__name__, {"out_features": out_features, "in_features": in_features}
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
-        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
-        check_options(name, bias, {**how, "device": device, "dtype": dtype})
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "device": device}
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion, "init": init, "dtype": dtype}
+        check_options(name, bias, how)
         features = [argument_types.size(name, argument, size) for argument, size in sizes.items()]
         super().__init__(group)
         self.out_features, self.in_features = features
@@ -69,11 +69,10 @@ class _ParallelLinear(ShardedModule):
         part.copy_(whole[own])
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, rank={self.rank} of {self.world_size}, "
-            f"sequence_parallel={self.sequence_parallel}" + ("" if self.fp8 is None else f", fp8={self.fp8}")
-        )
+        told = f"in_features={self.in_features}, out_features={self.out_features}, "
+        told += f"bias={self.bias is not None}, rank={self.rank} of {self.world_size}, "
+        told += f"sequence_parallel={self.sequence_parallel}"
+        return told if self.fp8 is None else f"{told}, fp8={self.fp8}"
 
 
 def check_options(op: str, bias: object, how: dict[str, Any]) -> None:
@@ -146,9 +145,8 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         argument_types.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
-        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
-        how |= {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "device": device}
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion, "init": init, "dtype": dtype}
         super().__init__(in_features, out_features, bias, group=group, **how)
         self.save_gathered = save_gathered
 

@@ -70,9 +70,8 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         op = type(self).__name__
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "init": init}
-        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
-        how |= {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "fp8": fp8, "device": device}
+        how |= {"gradient_accumulation_fusion": gradient_accumulation_fusion, "init": init, "dtype": dtype}
         check_options(op, bias, how)
         argument_types.flag_or_auto(op, "save_gathered", save_gathered)
         hidden_size = argument_types.size(op, "hidden_size", hidden_size)

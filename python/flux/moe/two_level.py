@@ -86,6 +86,7 @@ def route(
     ep_size of the group, flat: its shapes. of_node: routes inside a node, as moe_route.
     """
     k, (num_experts, ep_size) = message.shape[1] // 2, sizes
+    message = message.view(torch.int32)  # numbers' bits may be those of a NaN, which arithmetic need not keep
     experts = num_experts // on_node.nodes
     places = origin = None
     if on_node.share is None:
@@ -93,17 +94,17 @@ def route(
         workspace.wait(workspace.rail.gather(message, crossed), "exchange 1 of 1, of routing")
         everybody = crossed.flatten(0, 1)
     else:
-        places = _places(message[:, k:].view(torch.int32), experts, on_node, workspace.node)
+        places = _places(message[:, k:], experts, on_node, workspace.node)
         everybody = _cross_routing(workspace, message, places, on_node)
-    ids = everybody[:, k : 2 * k].contiguous().view(torch.int32)
+    ids = everybody[:, k : 2 * k]
     first = workspace.node * experts
     here = (ids >= first) & (ids < first + experts)
     workspace.inside("routing inside the node")
-    chosen = torch.where(here, ids - first, -1), everybody[:, :k].contiguous()
+    chosen = torch.where(here, ids - first, -1), everybody[:, :k].contiguous().view(torch.float32)
     name = groups.name_of(workspace.node_group)
     tensors = of_node(*chosen, experts, ep_size // on_node.nodes, on_node.size, name)
     if on_node.share is not None:
-        origin = _origins(workspace, everybody[:, 2 * k].contiguous().view(torch.int32), on_node)
+        origin = _origins(workspace, everybody[:, 2 * k], on_node)
     return _to_group(tensors, on_node, origin, places, shapes(flat, on_node, k, num_experts // ep_size))
 
 
@@ -126,16 +127,13 @@ def _tokens_of_places(places: Tensor, on_node: NodeTokens) -> Tensor:
 
 
 def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, on_node: NodeTokens) -> Tensor:
-    """float32 [on_node.size, 2 k + 1] of the node's tokens: weights, bits of experts and of numbers."""
+    """int32 [on_node.size, 2 k + 1] of the node's tokens: bits of weights, experts, and numbers."""
     limit, columns = message.shape
-    numbers = torch.arange(limit, dtype=torch.int32, device=message.device).view(torch.float32)
-    told = torch.cat([message, numbers[:, None]], 1)
-    nothing = told.new_zeros(columns + 1)
-    nothing.view(torch.int32)[columns // 2 :] = -1
+    told = torch.cat([message, torch.arange(limit, device=message.device)[:, None].int()], 1)
+    nothing = told.new_full((columns + 1,), -1)
+    nothing[: columns // 2] = 0
     tokens = _tokens_of_places(places, on_node)
-    # By their bits: a number's bits may be those of a NaN, which arithmetic need not keep.
-    chosen = told.view(torch.int32)[tokens.clamp(min=0)]
-    sent = torch.where((tokens >= 0)[..., None], chosen, nothing.view(torch.int32)).view(torch.float32)
+    sent = torch.where((tokens >= 0)[..., None], told[tokens.clamp(min=0)], nothing)
     everybody = told.new_empty(on_node.size, columns + 1)
     shares = everybody[: on_node.nodes * tokens.shape[1]].view(sent.shape)
     _swap_all(workspace, sent, shares, "routing")

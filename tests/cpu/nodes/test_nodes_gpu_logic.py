@@ -343,7 +343,7 @@ class OnCpu:
         torch.cuda.is_current_stream_capturing = lambda: False
         facts = {
             **{"why_not": None, "backend": "cuda", "num_sms": 132, "compare": False, "nodes": "auto"},
-            **{"tuning": files.to_tell(NO_FACTS), "links": Links().to_tell()},
+            **{"tuning": files.to_tell(NO_FACTS), "links": vars(Links())},
         }
         everybody = [{**facts, "node": str(node)} for node in range(world_size)]
         rendezvous, turn = Rendezvous.of(group, "cuda"), core.CallTurn(())

@@ -161,9 +161,7 @@ def test_measured_rates_replace_assumed_ones(tmp_path: Path, monkeypatch: pytest
         topology.links()
 
 
-@pytest.mark.parametrize(
-    "told", [None, {}, {**Links().to_tell(), "latency_us": -1.0}, {**Links().to_tell(), "x": 1}]
-)
+@pytest.mark.parametrize("told", [None, {}, {**vars(Links()), "latency_us": -1.0}, {**vars(Links()), "x": 1}])
 def test_rates_are_checked(told: object) -> None:
     with pytest.raises(ValueError, match="expected"):
         topology.links_of(told, "a file")

@@ -39,7 +39,7 @@ class NodesWorkspace(Workspace):
         found, _ = topology.of_nodes([fact["node"] for fact in facts])
         assert found is not None
         self.topology = found
-        self.node, self.local = found.node_of(group.rank()), found.local_of(group.rank())
+        self.node, self.local = divmod(group.rank(), found.ranks)
         links = [topology.links_of(fact["links"], f"{op}: rank {rank}") for rank, fact in enumerate(facts)]
         agreed(op, [{"links": each} for each in links], "links", "FLUX_LINKS")
         self.links, self.way = links[0], agreed(op, facts, "nodes", "FLUX_NODES")
