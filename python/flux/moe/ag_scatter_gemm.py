@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,9 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux._memory import padded, readable
+from flux._memory import padded
 from flux.calls import front
-from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
@@ -20,8 +18,8 @@ from flux.comm.repeat import Recipe
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Records
 from flux.moe import two_level
-from flux.moe.layer import Layer, Operator, Slots, below, enter, known, register, remember
-from flux.moe.routing import ARRAYS, Routing, layout_of, tokens_of_rows
+from flux.moe.layer import Layer, Operator, Slots, below, enter, known, launch
+from flux.moe.routing import Routing, layout_of, tokens_of_rows
 from flux.ops import grouped_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.ways import all_gather as gather
@@ -89,17 +87,9 @@ def ag_scatter_gemm(
 def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     routing, layout = call.routing, layout_of(call.routing)
     out = call.x.new_empty(layout.max_rows, call.columns, dtype=plan.result_dtype)
-    # Before the launch: copies may run out of memory.
-    operands = (readable(call.x), call.readable_weight())
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
-    with workspace.enter(plan) as (symm_buffer, _):
-        options = (*sizes, grouped_gemm.NUMBERS[call.activation], out, symm_buffer, -1, 0)
-        scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
-        enqueue = functools.partial(_kernel, *operands, routing[: len(ARRAYS)], *options, **scaled)
-        enqueue()
-    read = {"x": operands[0], "weight": operands[1], **scaled}
-    remember(workspace, recipe, enqueue, read, recipe.returns(out))
-    return out
+    given = (*sizes, grouped_gemm.NUMBERS[call.activation], out)
+    return launch(_kernel, workspace, plan, call, recipe, given, -1, 0)
 
 
 def in_parts(call: Layer) -> Tensor:
@@ -224,7 +214,6 @@ def _computed(
 
 _layer = Operator(
     _OP,
-    repeat.operator(),
     True,
     {
         "alone": _alone,
@@ -234,5 +223,4 @@ _layer = Operator(
         "nodes": _on_nodes,
     },
 )
-register(_layer)
 _kernel: Any = torch.ops.flux._moe_ag_scatter_gemm.default

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
 
 from flux import _native
-from flux._memory import readable, wide_type
+from flux._memory import wide_type
 from flux.calls import front
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
@@ -18,8 +17,8 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.repeat import Recipe
 from flux.comm.workspace import Workspace
 from flux.moe import reference, two_level
-from flux.moe.layer import Layer, Operator, Slots, below, enter, known, register, remember
-from flux.moe.routing import ARRAYS, Routing
+from flux.moe.layer import Layer, Operator, Slots, below, enter, known, launch
+from flux.moe.routing import Routing
 from flux.moe.rows import weighted_sum
 from flux.ops import grouped_gemm
 from flux.ops.ways import int8_sum
@@ -86,21 +85,11 @@ def gemm_gather_rs(
 
 def _by_kernel(workspace: CudaWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     routing, n, dtype = call.routing, call.columns, plan.result_dtype
-    # Allocations may run out of memory, so they come before the call is opened.
-    operands = (readable(call.x), call.readable_weight())
     products = call.x.new_empty(call.x.shape[0], n, dtype=dtype)
     out = call.x.new_empty(routing.num_tokens, n, dtype=dtype)
-    sizes = (routing.ep_size, routing.num_experts, products, out)
-    with workspace.enter(plan) as (symm_buffer, _):
-        options = (symm_buffer, plan.tile, plan.columns[0][1], plan.communication_ctas, 0)
-        arrays = routing[: len(ARRAYS)]
-        scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
-        enqueue = functools.partial(_kernel, *operands, arrays, routing.weights, *sizes, *options, **scaled)
-        enqueue()
-    read = {"x": operands[0], "weight": operands[1], **scaled}
-    others = (recipe.number("weights"), recipe.allocates(products), recipe.returns(out))
-    remember(workspace, recipe, enqueue, read, *others)
-    return out
+    given = (routing.weights, routing.ep_size, routing.num_experts, products, out)
+    how = (plan.tile, plan.columns[0][1], plan.communication_ctas, 0)
+    return launch(_kernel, workspace, plan, call, recipe, given, *how)
 
 
 def in_parts(
@@ -226,7 +215,6 @@ class _Exchange(Slots):
 
 _layer = Operator(
     _OP,
-    repeat.operator(),
     False,
     {
         "alone": lambda workspace, plan, call, recipe: in_parts(call, recipe=recipe),
@@ -236,5 +224,4 @@ _layer = Operator(
         "nodes": _on_nodes,
     },
 )
-register(_layer)
 _kernel: Any = torch.ops.flux._moe_gemm_gather_rs.default

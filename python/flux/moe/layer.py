@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed import ProcessGroup
 
 from flux import _invariance
+from flux._memory import readable
 from flux.calls import argument_types, checks, transforms
 from flux.calls.front import dispatch, may_skip_dispatch, needs_grad
 from flux.calls.schemas import implement
 from flux.comm import registry, repeat
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
@@ -61,22 +64,27 @@ class Layer(NamedTuple):
 Way = Callable[[Any, Any, Layer, repeat.Recipe], Tensor]
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operator:
     """One of the layers. of_tokens: x has a row for each token, the result for each row; else conversely."""
 
     name: str
-    number: int  # of its known calls (flux.comm.repeat.operator)
     of_tokens: bool
     ways: Mapping[str, Way]  # "alone" (in a group of one rank), "torch", "kernel", "protocol" and "nodes"
+    number: int = field(default_factory=repeat.operator)  # of its known calls
+
+    def __post_init__(self) -> None:
+        """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
+        name = self.name.replace(".", "_")
+        implement(
+            name, lambda *given: below(self, _of_arguments(self, *given)), functools.partial(_fake, self)
+        )
+        transforms.casts(name)
 
     def rows(self, routing: Routing) -> tuple[int, int]:
         """Of x and of the result."""
         tokens, rows = routing.num_tokens, routing.rows.shape[0]
         return (tokens, rows) if self.of_tokens else (rows, tokens)
-
-    @property
-    def torch_operator(self) -> str:
-        return self.name.replace(".", "_")
 
 
 def known(
@@ -124,7 +132,7 @@ def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
         checks.fail(op.name, "x", f"{rows} {what}", f"shape {list(x.shape)}")
     if direct:
         return run(op, call._replace(scales=fp8.given(op.name, *scaling)))
-    name, fn = routing.group_name, getattr(torch.ops.flux, op.torch_operator).default
+    name, fn = routing.group_name, getattr(torch.ops.flux, op.name.replace(".", "_")).default
     arguments = (x, weight, routing[:TENSORS], *routing[TENSORS:-1], activation, name)
     if wire is not None:  # after the scales, of which all are given then
         scaling = (*(scaling or (None, None, None, "promoted")), wire)
@@ -188,13 +196,33 @@ def plan_of(workspace: Workspace, op: str, call: Layer) -> MoePlan:
     return plan_layer(workspace, LayerProblem(op, *sizes, scaling))
 
 
-def remember(
-    workspace: Any, recipe: repeat.Recipe, enqueue: Callable[[], object], read: dict[str, Any], *others: int
-) -> None:
-    """Lets C++ repeat a launch that reads these operands in place. others: its operands after the routing."""
-    if recipe.in_place(**read):
-        used = [*recipe.numbers("x", "weight", *ARRAYS), *others]
-        workspace.remember(recipe, enqueue, [used + recipe.numbers("scale_x", "scale_w")])
+def launch(
+    kernel: Callable[..., object],
+    workspace: CudaWorkspace,
+    plan: MoePlan,
+    call: Layer,
+    recipe: repeat.Recipe,
+    given: Sequence[Any],
+    *how: int,
+) -> Tensor:
+    """Launches the kernel of a layer, and lets C++ repeat that. given, how: its arguments after the routing,
+    up to the result, which is returned, and after the workspace.
+    """
+    # Copies may run out of memory, so they come before the call is opened.
+    x, weight = readable(call.x), call.readable_weight()
+    scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
+    with workspace.enter(plan) as (symm_buffer, _):
+        arguments = (x, weight, call.routing[: len(ARRAYS)], *given, symm_buffer, *how)
+        enqueue = functools.partial(kernel, *arguments, **scaled)
+        enqueue()
+    *others, out = [each for each in given if isinstance(each, Tensor)]
+    if recipe.in_place(x=x, weight=weight, **scaled):
+        weights = call.routing.weights
+        used = recipe.numbers("x", "weight", *ARRAYS)
+        used += [recipe.number("weights") if each is weights else recipe.allocates(each) for each in others]
+        used += [recipe.returns(out), *recipe.numbers("scale_x", "scale_w")]
+        workspace.remember(recipe, enqueue, [used])
+    return out
 
 
 class Slots:
@@ -208,11 +236,3 @@ class Slots:
         count = self._shape[0] * self._shape[1]
         offset = self.layout.slot_index(source, owner) * count * self._dtype.itemsize
         return self.workspace.slot(owner, offset, count, self._dtype).view(self._shape)
-
-
-def register(op: Operator) -> None:
-    """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
-    implement(
-        op.torch_operator, lambda *given: below(op, _of_arguments(op, *given)), functools.partial(_fake, op)
-    )
-    transforms.casts(op.torch_operator)
