@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+Run = TypeVar("Run", bound=Callable[..., Any])
 _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
 
 
-def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any], on_gpu: Any = None) -> Any:
+def implement(name: str, run: Run, fake: Callable[..., Any], on_gpu: Run | None = None) -> Run:
     """Registers what an operator is on CPUs and GPUs, and on tensors without data; returns the operator."""
     library.impl(name, run, "CPU")
     library.impl(name, on_gpu or run, "CUDA")
     torch.library.register_fake(f"flux::{name}", fake, lib=library)
-    return getattr(torch.ops.flux, name).default
+    return cast(Run, getattr(torch.ops.flux, name).default)
 
 
 define = library.define
@@ -85,8 +86,7 @@ public(
     "str group_name, int? max_node_tokens) -> Tensor[]"
 )
 public(
-    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int num_experts, int ep_size, int max_tokens, "
-    "str group_name) -> Tensor"
+    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int ep_size, int max_tokens, str group_name) -> Tensor"
 )
 # Gradients of all experts' weights [E, N, K]: see wgrad.py.
 _GROUPED_WGRAD = "Tensor grad_output, Tensor x, Tensor offsets"

@@ -14,17 +14,7 @@ from torch.distributed import ProcessGroup
 from flux import _env, _native
 from flux.comm import shm
 from flux.comm.group import Rendezvous, why_fake
-from flux.comm.workspace import (
-    HEADER_BYTES,
-    ON_ALL_RANKS,
-    PAGE_BYTES,
-    Call,
-    Met,
-    Same,
-    Workspace,
-    call_facts,
-    compare_calls,
-)
+from flux.comm.workspace import HEADER_BYTES, ON_ALL_RANKS, PAGE_BYTES, Call, Met, Same, Workspace, call_facts
 from flux.errors import CommTimeoutError
 
 _EPOCHS = 1 << 32
@@ -41,7 +31,7 @@ class CpuWorkspace(Workspace):
     def __init__(self, met: Met) -> None:
         super().__init__(met)
         self._epoch = 0
-        self._told = b""  # facts of the current call, as published to the peers
+        self._op, self._told = "", b""  # of the current call, and its facts, as published to the peers
         self._agreed = False  # whether all peers have begun the current call, and their facts are equal
         self._memory: Any = None
         if self._shares_memory:
@@ -96,9 +86,9 @@ class CpuWorkspace(Workspace):
         try:
             self._begin(call, facts)
             if not call.by_flux:  # torch's collectives have undefined behaviour if ranks make different calls
-                self.agree(call.op)
+                self.agree()
             yield
-            self.agree(call.op)
+            self.agree()
         except ON_ALL_RANKS:
             self._finish()
             raise
@@ -109,7 +99,7 @@ class CpuWorkspace(Workspace):
         return (self._epoch + 1) % _EPOCHS
 
     def _begin(self, call: Call, facts: dict[str, Any]) -> None:
-        self._told = json.dumps(facts).encode()
+        self._op, self._told = call.op, json.dumps(facts).encode()
         if len(self._told) > self._MAX_TOLD:
             short = {"op": call.op, "digest": hashlib.sha256(self._told).hexdigest()}
             self._told = json.dumps(short).encode()
@@ -118,7 +108,7 @@ class CpuWorkspace(Workspace):
         if call.signal_bytes <= self.signal_bytes and call.slot_bytes <= self.slot_bytes:
             return
         # Growing is a collective, so compare first: ranks with different calls raise here instead of hanging.
-        self.agree(call.op)
+        self.agree()
         self.grow(call.signal_bytes, call.slot_bytes, call.op, facts)
         self._announce()
 
@@ -131,7 +121,7 @@ class CpuWorkspace(Workspace):
         _native.core.store_release(address + 4, len(told))
         _native.core.store_release(address, self._next_epoch)
 
-    def agree(self, op: str) -> None:
+    def agree(self) -> None:
         """Waits until every peer has begun this call, and raises Disagreement on all if any two differ."""
         if self._agreed:
             return
@@ -139,27 +129,33 @@ class CpuWorkspace(Workspace):
         told = []
         for peer in range(self.world_size):
             address = self._memory.peers[peer] + start
-            self._wait(op, peer, address, None)
+            self._wait(peer, address, None)
             length = _native.core.load_acquire(address + 4)
             told.append(bytes(self._memory.views[peer][start + 8 : start + 8 + length].tolist()))
         if any(facts != self._told for facts in told):
-            compare_calls(op, [json.loads(facts) for facts in told])
+            self._raise_if_different(self._op, [json.loads(facts) for facts in told])
         self._agreed = True
 
-    def slot(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements at byte `offset` of the buffer that this call uses on `rank`."""
-        start = HEADER_BYTES + self.signal_bytes + (self._next_epoch & 1) * self.slot_bytes + offset
-        view: torch.Tensor = self._memory.views[rank][start : start + numel * dtype.itemsize].view(dtype)
-        return view
+    def slot(self, rank: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """A matrix in the buffer that this call uses on `rank`. offset: bytes, if elements had 2, as layouts
+        count.
+        """
+        start = HEADER_BYTES + self.signal_bytes + (self._next_epoch & 1) * self.slot_bytes
+        start += offset * dtype.itemsize // 2
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        matrix: torch.Tensor = self._memory.views[rank][start : start + nbytes].view(dtype).view(shape)
+        return matrix
 
     def signal(self, owner: int, word: int) -> None:
-        """Signals to `owner` that a piece of this rank's data is complete there."""
-        _native.core.store_release(self._signal(owner, self.rank, word), self._next_epoch)
+        """Signals to another rank that a piece of this rank's data is complete there."""
+        if owner != self.rank:
+            _native.core.store_release(self._signal(owner, self.rank, word), self._next_epoch)
 
-    def wait(self, op: str, source: int, word: int, tile: int) -> None:
-        """Waits for the signal of `source`, in this call, for a piece of its data here, for `tile`."""
-        self.agree(op)
-        self._wait(op, source, self._signal(self.rank, source, word), tile)
+    def wait(self, source: int, word: int, tile: int) -> None:
+        """Waits for the signal of another rank, in this call, for a piece of its data here, for `tile`."""
+        if source != self.rank:
+            self.agree()
+            self._wait(source, self._signal(self.rank, source, word), tile)
 
     def _finish(self) -> None:
         self._epoch = self._next_epoch
@@ -172,14 +168,13 @@ class CpuWorkspace(Workspace):
         slot = source - (source > owner)  # an owner has none of its own
         return self._memory.peers[owner] + HEADER_BYTES + 4 * (slot * self._words_per_slot + word)
 
-    def _wait(self, op: str, peer: int, address: int, tile: int | None) -> None:
+    def _wait(self, peer: int, address: int, tile: int | None) -> None:
         epoch = self._next_epoch
         seen = _native.core.wait_at_least(address, epoch, self.timeout_s)
         if (seen - epoch) & 0x80000000:
             # The word at `address` has the last call of one parity, or of one tile.
             begun = [_native.core.load_acquire(self._memory.peers[peer] + self._entry(e)) for e in (0, 1)]
             seen = max(begun, key=lambda each: (each - epoch - 1) % _EPOCHS)
-            self.failure = CommTimeoutError(
-                op, self.rank, peer, epoch, seen=seen, tile=tile, timeout_s=self.timeout_s
-            )
+            how: dict[str, Any] = {"seen": seen, "tile": tile, "timeout_s": self.timeout_s}
+            self.failure = CommTimeoutError(self._op, self.rank, peer, epoch, **how)
             raise self.failure

@@ -99,14 +99,6 @@ def agreed(op: str, facts: Sequence[dict[str, Any]], name: str, what: str) -> st
     return str(first)
 
 
-def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
-    """Raises Disagreement, on every rank alike, if the ranks of a group did not make the same call."""
-    if any(call != calls[0] for call in calls):
-        facts = [", ".join(f"{key}={value}" for key, value in call.items()) for call in calls]
-        told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(facts))
-        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
-
-
 class Met(NamedTuple):
     """Ranks that have met, of which a workspace is made: at which call, and what each has told."""
 
@@ -272,7 +264,14 @@ class Workspace(ABC):
 
     def _compare(self, op: str, facts: dict[str, Any]) -> None:
         self.turn.open()
-        compare_calls(op, self._meet(op, facts))
+        self._raise_if_different(op, self._meet(op, facts))
+
+    def _raise_if_different(self, op: str, calls: list[dict[str, Any]]) -> None:
+        """Raises Disagreement, on every rank alike, if the ranks of a group did not make the same call."""
+        if any(call != calls[0] for call in calls):
+            facts = [", ".join(f"{key}={value}" for key, value in call.items()) for call in calls]
+            told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(facts))
+            raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:

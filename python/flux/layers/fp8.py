@@ -18,8 +18,6 @@ from flux.ops import quantize as quantising
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
-from flux.ops.gemm_ar import gemm_ar
-from flux.ops.gemm_rs import gemm_rs
 from flux.ops.quantize import quantize
 
 Tensor = torch.Tensor
@@ -154,6 +152,13 @@ def check(op: str, fp8: object, x: Tensor | None = None) -> None:
         checks.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
 
 
+def product(
+    op: Callable[..., Tensor], x: Quantised, weight: Quantised, bias: Tensor | None = None, **how: Any
+) -> Tensor:
+    """x · weightᵀ + bias by gemm, gemm_rs or gemm_ar, with their options."""
+    return op(x.q, weight.q, bias, scale_x=x.scale, scale_w=weight.scale, **how)
+
+
 def gathered_products(
     rows: Quantised,
     weights: Sequence[Quantised],
@@ -164,31 +169,15 @@ def gathered_products(
     accumulate: Accumulate = "promoted",
 ) -> tuple[list[Tensor], Quantised]:
     """Products of rows with each weight, and the rows; with `keep` as gathered by the group of that name."""
-    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate, "scale_x": rows.scale}
+    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate}
     if name is None:
-        pairs = zip_longest(weights, biases)
-        return [gemm(rows.q, w.q, bias, scale_w=w.scale, **how) for w, bias in pairs], rows
-    how |= {"group": name, "scale_w": [w.scale for w in weights]}
+        return [product(gemm, rows, *each, **how) for each in zip_longest(weights, biases)], rows
+    how |= {"group": name, "scale_x": rows.scale, "scale_w": [w.scale for w in weights]}
     given = rows.q, [w.q for w in weights], list(biases) or None
     if not keep:
         return ag_gemm(*given, **how), rows
     results, q, scale = ag_gemm(*given, return_gathered=True, **how)
     return results, Quantised(q, rows.scale if rows.scale.dim() == 1 else scale)
-
-
-def summed_product(
-    rows: Quantised,
-    weight: Quantised,
-    bias: Tensor | None,
-    name: str,
-    scatter: bool,
-    out_dtype: torch.dtype,
-    accumulate: Accumulate = "promoted",
-) -> Tensor:
-    """The product of rows and a weight, summed over ranks."""
-    how: dict[str, Any] = {"out_dtype": out_dtype, "accumulate": accumulate}
-    how |= {"scale_x": rows.scale, "scale_w": weight.scale}
-    return (gemm_rs if scatter else gemm_ar)(rows.q, weight.q, bias, group=name, **how)
 
 
 def weight_grad_operands(
@@ -206,8 +195,3 @@ def weight_grad_operands(
     parts = torch.split(left.q, list(sizes))
     scales = [left.scale] * len(sizes) if left.scale.dim() == 1 else torch.split(left.scale, list(sizes))
     return [Quantised(*each) for each in zip(parts, scales, strict=True)], right
-
-
-def weight_grad(grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
-    """grad [N, M] · x [K, M]ᵀ."""
-    return gemm(grad.q, x.q, scale_x=grad.scale, scale_w=x.scale, out_dtype=dtype)

@@ -12,7 +12,7 @@ from flux import _deprecated
 from flux._sharded import local_parts
 from flux.calls import argument_types, checks, transforms
 from flux.comm.group import GroupLike, group_name, world_size
-from flux.layers.fp8 import Fp8, Quantised, gathered_products, summed_product, weight_grad_operands
+from flux.layers.fp8 import Fp8, Quantised, gathered_products, product, weight_grad_operands
 from flux.layers.fp8 import check as check_fp8
 from flux.layers.weight_grads import DeferredGrads, How, Operand, WeightGrads
 from flux.ops.ag_gemm import ag_gemm
@@ -259,7 +259,8 @@ class _Column(torch.autograd.Function):
             whole = fp8.rows(grad, fp8.of_grads)
             if needs_x:
                 flipped = fp8.weights([weight])[0].transposed()
-                grad_x = summed_product(whole, flipped, None, name, sequence_parallel, out_dtype=dtype)
+                summed = gemm_rs if sequence_parallel else gemm_ar
+                grad_x = product(summed, whole, flipped, group=name, out_dtype=dtype)
             if gathers:
                 in_fp8 = isinstance(rows, Quantised)
                 rows = rows.gathered(name) if in_fp8 else all_gather(rows, group=name)
@@ -287,13 +288,14 @@ class _Row(torch.autograd.Function):
         ctx.fp8, ctx.group = fp8, group
         name, sequence_parallel = group
         rows: Operand = x
+        summed: Any = gemm_rs if sequence_parallel else gemm_ar
         if fp8 is not None:
             quantised, (operand,) = fp8.rows(x), fp8.weights([weight])
-            given = quantised, operand, bias, name, sequence_parallel
-            result = summed_product(*given, out_dtype=x.dtype, accumulate=fp8.accumulate)
+            how = {"group": name, "out_dtype": x.dtype, "accumulate": fp8.accumulate}
+            result = product(summed, quantised, operand, bias, **how)
             rows = quantised if fp8.weight_grads else x
         else:
-            result = (gemm_rs if sequence_parallel else gemm_ar)(x, weight, bias, group=name)
+            result = summed(x, weight, bias, group=name)
         _save(ctx, rows if ctx.needs_input_grad[1] else None, [weight])
         return result
 

@@ -10,6 +10,7 @@ import torch
 
 from flux._sharded import local, placed_like
 from flux.layers import fp8
+from flux.ops.gemm import gemm
 from flux.ops.wgrad import weight_grad, wgrad_accum
 
 Tensor = torch.Tensor
@@ -106,12 +107,12 @@ def store_grad(weight: Tensor, grad: Tensor | None) -> None:
 def _weight_grad(grad: Any, x: Operand, weight: Any, dtype: torch.dtype) -> Tensor | None:
     """Gradient of a weight for autograd; with a `weight` added to its main_grad instead."""
     if weight is None:
-        return weight_grad(grad, x) if isinstance(x, Tensor) else fp8.weight_grad(grad, x, dtype)
+        return weight_grad(grad, x) if isinstance(x, Tensor) else fp8.product(gemm, grad, x, out_dtype=dtype)
     if isinstance(x, Tensor):
         wgrad_accum(grad, x, local(weight.main_grad))
     else:
         main = local(weight.main_grad)
-        main += fp8.weight_grad(grad, x, main.dtype)
+        main += fp8.product(gemm, grad, x, out_dtype=main.dtype)
     return placeholder(weight, dtype)
 
 

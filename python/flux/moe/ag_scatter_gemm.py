@@ -132,7 +132,7 @@ def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, recipe: Rec
 def _alone(workspace: None, plan: None, call: Layer, recipe: Recipe) -> Tensor:
     if call.x.is_cuda:
         return in_parts(call)
-    return _computed(call, layout_of(call.routing), lambda expert, step: None, {0: _packed(call)})
+    return _computed(call, lambda expert, step: None, {0: _packed(call)})
 
 
 def _records_of(call: Layer) -> Records | None:
@@ -148,7 +148,7 @@ def _packed(call: Layer) -> Tensor:
 
 def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     arrivals = _Arrivals(workspace, call.routing, _packed(call))
-    return _computed(call, arrivals.layout, arrivals.wait_for, arrivals.sources)
+    return _computed(call, arrivals.wait_for, arrivals.sources)
 
 
 class _Arrivals(Slots):
@@ -179,15 +179,13 @@ class _Arrivals(Slots):
         share = next(i for i, end in enumerate(self._ends) if expert < end)
         for signal in range(self._arrived, (share + 1) * self._order.parts):
             for source in range(self.layout.world_size):
-                if source != self.layout.rank:
-                    self.workspace.wait(_OP, source, signal, signal)
+                self.workspace.wait(source, signal, signal)
             self._arrived = signal + 1
 
 
-def _computed(
-    call: Layer, layout: Any, wait: Callable[[int, int], None], sources: dict[int, Tensor]
-) -> Tensor:
+def _computed(call: Layer, wait: Callable[[int, int], None], sources: dict[int, Tensor]) -> Tensor:
     """The kernel's work in its order. wait: called before an expert's rows up to a step are read."""
+    layout = layout_of(call.routing)
     routing, records, weights = call.routing, _records_of(call), call.wide_weights()
     offsets, row_numbers = routing.offsets.tolist(), routing.rows.long()
     limit, n = layout.max_tokens, call.columns

@@ -143,7 +143,7 @@ def layer1_grads(
     choices = routing.positions.remainder(count + 1).reshape(-1)
     weights = routing.weights.reshape(-1).to(wide_type(grad.dtype))
     scores = weights.new_zeros(count + 1).index_add_(0, choices, weights)[:-1]
-    grad_x = grad_weight = grad_scores = dots = None
+    grad_x = grad_weight = grad_scores = None
     if of_weights is not None:
         everybody, tokens = gathered(grad, routing, wanted.tokens_of)
         if activation is None:
@@ -162,7 +162,7 @@ def layer1_grads(
             grad_x, x, dots = finish_activation(back, x, offsets, scores, activation)
             if of_weights is not None:
                 grad_weight = of_weights(gather_rows(everybody, tokens, offsets, scores), x, offsets)
-        if dots is not None and wanted.scores:
+        if x is not None and wanted.scores:
             # Choices without a row here get the zero behind the last row.
             of_choices = torch.nn.functional.pad(dots, (0, 1)).index_select(0, choices)
             grad_scores = of_choices.view(routing.positions.shape).to(routing.weights.dtype)

@@ -208,7 +208,7 @@ class _Exchange(Slots):
             # Always wait for the first block: a call must not end before every peer has begun it.
             blocks = {0} if block == 0 else set()
             for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
-                self.workspace.wait(_OP, source, chunk * self._blocks + needed, needed)
+                self.workspace.wait(source, chunk * self._blocks + needed, needed)
             total[there] += self.of(rank, source)[slot_rows[there], columns].to(total.dtype)
         self._out[tokens, columns] = total.to(self._out.dtype)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -76,9 +76,7 @@ class Operator:
     def __post_init__(self) -> None:
         """Registers what torch's dispatcher calls: on tensors, and on tensors without data."""
         name = self.name.replace(".", "_")
-        implement(
-            name, lambda *given: below(self, _of_arguments(self, *given)), functools.partial(_fake, self)
-        )
+        implement(name, lambda *given: below(self, _of_arguments(self, *given)), partial(_fake, self))
         transforms.casts(name)
 
     def rows(self, routing: Routing) -> tuple[int, int]:
@@ -213,7 +211,7 @@ def launch(
     scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
     with workspace.enter(plan) as (symm_buffer, _):
         arguments = (x, weight, call.routing[: len(ARRAYS)], *given, symm_buffer, *how)
-        enqueue = functools.partial(kernel, *arguments, **scaled)
+        enqueue = partial(kernel, *arguments, **scaled)
         enqueue()
     *others, out = [each for each in given if isinstance(each, Tensor)]
     if recipe.in_place(x=x, weight=weight, **scaled):
@@ -233,6 +231,5 @@ class Slots:
         self._shape = self.layout.max_tokens, columns
 
     def of(self, owner: int, source: int) -> Tensor:
-        count = self._shape[0] * self._shape[1]
-        offset = self.layout.slot_index(source, owner) * count * self._dtype.itemsize
-        return self.workspace.slot(owner, offset, count, self._dtype).view(self._shape)
+        offset = 2 * self.layout.slot_index(source, owner) * self._shape[0] * self._shape[1]
+        return self.workspace.slot(owner, offset, self._shape, self._dtype)

@@ -209,13 +209,10 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
 
 def tokens_of_rows(routing: Routing) -> Tensor:
     """rank * max_tokens + token of each row, int32; for rows after the last one: any valid token."""
-    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    return _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)  # type: ignore[no-any-return]
+    return _tokens_op(routing.rows, routing.incoming, routing.ep_size, routing.max_tokens, routing.group_name)
 
 
-def _tokens(
-    rows: Tensor, incoming: Tensor, num_experts: int, ep_size: int, max_tokens: int, name: str
-) -> Tensor:
+def _tokens(rows: Tensor, incoming: Tensor, ep_size: int, max_tokens: int, name: str) -> Tensor:
     # One operator: while torch traces, nobody knows whether the group has several nodes.
     if (on_node := _on_node(name, ep_size, max_tokens, incoming)) is not None:
         return two_level.tokens_of_rows(on_node, rows, incoming)

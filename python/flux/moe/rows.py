@@ -11,6 +11,7 @@ from flux import _native
 from flux._memory import readable, readable_if_any, wide_type
 from flux.calls.schemas import implement, library
 from flux.comm import cuda, repeat
+from flux.comm.repeat import Recipe
 from flux.moe import reference
 from flux.ops.grouped_gemm import NUMBERS, activate, silu_slope
 
@@ -27,20 +28,19 @@ def kernel_takes(rows: Tensor, columns: int) -> bool:
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None = None) -> Tensor:
     """x[tokens], each row times its entry of `scores`, in the wide type; rounded once."""
-    result: Tensor = (_gathered if torch.is_grad_enabled() else _gather_op)(x, tokens, offsets, scores)
-    return result
+    return (_gathered if torch.is_grad_enabled() else _gather_op)(x, tokens, offsets, scores)
 
 
 def finish_rows(
     rows: Tensor, offsets: Tensor, scores: Tensor | None = None, x: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Each row [R, I], which may be overwritten, times its entry of `scores`, and the dot products with those
-    of x before, in the wide type. Both are zero from offsets[-1] on, where neither rows nor x are read.
+    of x before, in the wide type; none without x. Both are zero from offsets[-1] on, where neither rows nor x
+    are read.
     """
     if torch.is_grad_enabled():
         return _finished(rows, offsets, scores, x)
-    dots = _finish_op(rows, offsets, scores, x)
-    return rows, None if x is None else dots
+    return rows, _finish_op(rows, offsets, scores, x)
 
 
 def finish_activation(
@@ -57,19 +57,15 @@ def finish_activation(
 
 def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     """The activation of products [R, N], in the wide type and rounded once. Differentiable."""
-    return _activate_op(product, offsets, activation)  # type: ignore[no-any-return]
+    return _activate_op(product, offsets, activation)
 
 
 def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     """Gradient of the product [R, N], from that of its activation; computed in the wide type."""
-    function = _slope if torch.is_grad_enabled() else _activation_grad_op
-    result: Tensor = function(grad, product, offsets, activation)
-    return result
+    return (_slope if torch.is_grad_enabled() else _activation_grad_op)(grad, product, offsets, activation)
 
 
-def weighted_sum(
-    product: Tensor, positions: Tensor, weights: Tensor, within: repeat.Recipe | None = None
-) -> Tensor:
+def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor, within: Recipe | None = None) -> Tensor:
     """As reference.weighted_sum; by a kernel, rounded to the dtype of `product`. within: the whole call."""
     if not kernel_takes(product, product.shape[1]) or positions.shape[-1] > _MAX_CHOICES:
         return reference.weighted_sum(product, positions, weights)
@@ -78,7 +74,7 @@ def weighted_sum(
     enqueue()
     if within is not None and product.is_contiguous():
         given = {"product": product, "positions": positions, "weights": weights}
-        recipe = repeat.Recipe(_WEIGHTED_SUM, given, within)
+        recipe = Recipe(_WEIGHTED_SUM, given, within)
         repeat.remember(None, recipe, enqueue, [[*recipe.numbers(*given), recipe.returns(out)]])
     return out
 
@@ -116,9 +112,9 @@ def _dots(rows: Tensor, x: Tensor | None) -> Tensor:
 
 def _finished(
     rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     rows, wide = before_end(rows, offsets), wide_type(rows.dtype)
-    dots = None if x is None else before_end((rows.to(wide) * x.to(wide)).sum(-1), offsets)
+    dots = _dots(rows, None) if x is None else before_end((rows.to(wide) * x.to(wide)).sum(-1), offsets)
     if scores is not None:
         rows = (rows.to(wide) * scores[:, None]).to(rows.dtype)
     return rows, dots
@@ -129,9 +125,9 @@ def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | No
     if _in_place(rows):
         _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
         return dots
-    finished, found = _finished(rows, offsets, scores, x)
+    finished, dots = _finished(rows, offsets, scores, x)
     rows.copy_(finished)
-    return dots if found is None else found
+    return dots
 
 
 def _finished_activation(
@@ -139,7 +135,6 @@ def _finished_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = activate_rows(product, offsets, activation)
     grad, dots = _finished(rows, offsets, scores, x)
-    assert dots is not None
     return _slope(grad, product, offsets, activation), x, dots
 
 

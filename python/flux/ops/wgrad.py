@@ -116,8 +116,7 @@ def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         assert grads.shape == (3, 32, 64) and (grads[2] == 4).all() and not grads[1].any()
     """
     argument_types.check("grouped_wgrad", grad_output=grad_output, x=x, offsets=offsets)
-    result: Tensor = expert_grads(grad_output, x, offsets)
-    return result
+    return expert_grads(grad_output, x, offsets)
 
 
 def grouped_wgrad_accum(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:

@@ -160,7 +160,7 @@ def _of_weights(
 ) -> Sequence[Tensor | None]:
     """What autograd gets for each weight. collecting: all weights, if their gradients go into main_grad."""
     if not collecting:
-        return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
+        return expert_grads(grad, x, offsets).unbind()
     main_grads = [weight.main_grad for weight in collecting]
     whole = as_one(main_grads)
     if whole is not None and main_grads[0].numel() > _ADDED_AT_ONCE and not uses_kernel(grad, x, whole):

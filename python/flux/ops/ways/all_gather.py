@@ -115,7 +115,7 @@ class Arrivals:
     """One gather of the CPU path: sends this rank's rows block by block, and receives the peers' rows."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan, x: torch.Tensor) -> None:
-        self._workspace, self._plan, self._x = workspace, plan, x
+        self._workspace, self._x = workspace, x
         self._layout = _native.core.ag_gemm_layout(plan.m, x.shape[1], plan.world_size)
         rank = workspace.rank
         for block, rows in enumerate(self._blocks()):
@@ -130,7 +130,7 @@ class Arrivals:
         rows = slice(first, min(first + BLOCK_M, self._layout.rows))
         if source == rank:
             return self._x[rows]
-        self._workspace.wait(self._plan.op, source, block, block)
+        self._workspace.wait(source, block, block)
         return self._slot_rows(rank, source, rows)
 
     def copy_to(self, out: torch.Tensor, source: int) -> None:
@@ -143,11 +143,8 @@ class Arrivals:
         return (slice(first, min(first + BLOCK_M, rows)) for first in range(0, rows, BLOCK_M))
 
     def _slot_rows(self, owner: int, source: int, rows: slice) -> torch.Tensor:
-        dtype, k = self._x.dtype, self._x.shape[1]
-        # The layout counts in 2-byte elements.
-        offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start) * dtype.itemsize // 2
-        count = rows.stop - rows.start
-        return self._workspace.slot(owner, offset, count * k, dtype).view(count, k)
+        offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start)
+        return self._workspace.slot(owner, offset, (rows.stop - rows.start, self._x.shape[1]), self._x.dtype)
 
 
 ALL_GATHER = front.Collective(

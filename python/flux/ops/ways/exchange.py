@@ -11,9 +11,9 @@ import torch
 from flux import _native
 from flux._memory import readable, readable_if_any, wide_type, writable
 from flux.calls import front
-from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
+from flux.comm.repeat import Recipe
 from flux.comm.workspace import round_up
 from flux.ops.norm_and_quant import NONE, End, Made
 from flux.plan.choose import Plan
@@ -34,13 +34,13 @@ def sum_over_ranks(
         owner = (rank + step) % p
         share = matrix[exchange.rows(owner), exchange.columns(owner)]
         exchange.contribution(owner, rank).copy_(share)
-        exchange.signal(owner, _CONTRIBUTION)
-    workspace.agree(plan.op)
+        workspace.signal(owner, _CONTRIBUTION)
+    workspace.agree()
     mine = exchange.columns(rank)
     total = torch.zeros_like(matrix[exchange.rows(rank), mine], dtype=wide_type(matrix.dtype))
     if total.numel() > 0:
         for source in range(p):
-            exchange.wait(source, _CONTRIBUTION)
+            workspace.wait(source, _CONTRIBUTION, 0)
             total += exchange.contribution(rank, source)
         for addend in addends:
             total += addend[..., mine]
@@ -49,10 +49,10 @@ def sum_over_ranks(
         return
     for peer in range(p):
         exchange.results(peer)[:, mine] = total
-        exchange.signal(peer, _RESULT)
+        workspace.signal(peer, _RESULT)
     for owner in range(p):
         columns = exchange.columns(owner)
-        exchange.wait(owner, _RESULT)
+        workspace.wait(owner, _RESULT, 0)
         out[:, columns] = exchange.results(rank)[:, columns]
 
 
@@ -71,9 +71,7 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: Any = None
     sum_over_ranks(workspace, plan, call.x, call.out, addends)
 
 
-def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None
-) -> Made | None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: Recipe | None = None) -> Made | None:
     """The same in one launch. Returns what that makes of the sum besides."""
     x, residual, end, out = call
     source, target = readable(x), writable(out)  # before the call: copies may run out of memory
@@ -93,7 +91,7 @@ def kernel(
 
 
 class _Exchange:
-    """The exchange areas of one call, and their signals."""
+    """The exchange areas of one call."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan) -> None:
         self._workspace, self._plan = workspace, plan
@@ -122,20 +120,8 @@ class _Exchange:
         """The part of a rank's area to which owners write their sums (two-shot)."""
         return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
 
-    def signal(self, peer: int, word: int) -> None:
-        """Signals to `peer` that this rank's data in its area is complete."""
-        if peer != self._workspace.rank:
-            self._workspace.signal(peer, word)
-
-    def wait(self, source: int, word: int) -> None:
-        if source != self._workspace.rank:
-            self._workspace.wait(self._plan.op, source, word, 0)
-
     def _area(self, rank: int, offset: int, rows: int, columns: int) -> Tensor:
-        dtype = self._plan.result_dtype
-        # The layout counts in 2-byte elements.
-        start = offset * dtype.itemsize // 2
-        return self._workspace.slot(rank, start, rows * columns, dtype).view(rows, columns)
+        return self._workspace.slot(rank, offset, (rows, columns), self._plan.result_dtype)
 
 
 _kernel: Any = torch.ops.flux._all_reduce.default

@@ -99,9 +99,8 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Product, recipe: repeat.
     layout = core.gemm_rs_layout(plan.m, plan.n, p, plan.config)
 
     def slot_tile(owner: int, source: int, m_tile: int, n_tile: int, shape: torch.Size) -> Tensor:
-        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * dtype.itemsize // 2
-        area = workspace.slot(owner, offset, block_m * block_n, dtype)
-        return area.view(block_m, block_n)[: shape[0], : shape[1]]
+        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile)
+        return workspace.slot(owner, offset, (block_m, block_n), dtype)[: shape[0], : shape[1]]
 
     order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
     for owner, m_tile, n_tile in order:
@@ -124,9 +123,8 @@ def protocol(workspace: CpuWorkspace, plan: Plan, call: Product, recipe: repeat.
             partial = partial.to(dtype).to(wide)
         total = torch.zeros_like(partial)
         for source in range(p):
-            if source != rank:
-                for signal in signals:
-                    workspace.wait(plan.op, source, signal, tile)
+            for signal in signals:
+                workspace.wait(source, signal, tile)
             total += partial if source == rank else slot_tile(rank, source, m_tile, n_tile, partial.shape)
         if wide_bias is not None:
             total += wide_bias[columns]
