@@ -291,8 +291,8 @@ class _Row(torch.autograd.Function):
         summed: Any = gemm_rs if sequence_parallel else gemm_ar
         if fp8 is not None:
             quantised, (operand,) = fp8.rows(x), fp8.weights([weight])
-            how = {"group": name, "out_dtype": x.dtype, "accumulate": fp8.accumulate}
-            result = product(summed, quantised, operand, bias, **how)
+            options = {"group": name, "out_dtype": x.dtype, "accumulate": fp8.accumulate}
+            result = product(summed, quantised, operand, bias, **options)
             rows = quantised if fp8.weight_grads else x
         else:
             result = summed(x, weight, bias, group=name)
@@ -302,42 +302,34 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, (weight,) = _saved(ctx)
-        fp8, (name, sequence_parallel) = ctx.fp8, ctx.group
+        (name, sequence_parallel), fp8, dtype = ctx.group, ctx.fp8, grad.dtype
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         operand: Any = grad
-        grad_x: Tensor | None = None
+        grad_x = None
         if fp8 is not None:
-            return *_row_grads(ctx, grad, rows, weight), None, None, None
-        if sequence_parallel:
+            among, in_fp8 = name if sequence_parallel else None, isinstance(rows, Quantised)
+            if needs_x or in_fp8:
+                operand = fp8.rows(grad, fp8.of_grads, among=among)
+            if needs_x:
+                flipped = [each.transposed() for each in fp8.weights([weight])]
+                (grad_x,), operand = gathered_products(operand, flipped, (), among, in_fp8, out_dtype=dtype)
+            elif in_fp8 and sequence_parallel:
+                operand = operand.gathered(name)
+            if in_fp8:
+                (operand,), rows = weight_grad_operands(fp8, operand, [grad.shape[-1]], rows, dtype)
+            elif needs_weight:
+                operand = all_gather(grad, group=name) if sequence_parallel else grad
+        elif sequence_parallel:
             # The gradient of the bias also needs all rows, because it is the same on all ranks.
             given = grad, weight, False, name, needs_x, needs_weight or needs_bias
             grad_x, operand = scattered_input_grad(*given)
         elif needs_x:
             grad_x = gemm(grad, weight, transpose_weight=True)
-        grad_bias = bias_grad(operand) if needs_bias and operand is not None else None
-        return grad_x, *ctx.weight_grads([operand], rows, grad.dtype), grad_bias, None, None, None
-
-
-def _row_grads(ctx: Any, grad: Tensor, rows: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-    fp8, (needs_x, needs_weight, needs_bias) = ctx.fp8, ctx.needs_input_grad[:3]
-    name, in_fp8 = ctx.group[0] if ctx.group[1] else None, isinstance(rows, Quantised)
-    grad_x = grad_bias = None
-    operand: Any = grad
-    if needs_x or in_fp8:
-        operand = fp8.rows(grad, fp8.of_grads, among=name)
-    if needs_x:
-        flipped = [each.transposed() for each in fp8.weights([weight])]
-        (grad_x,), operand = gathered_products(operand, flipped, (), name, in_fp8, out_dtype=grad.dtype)
-    elif in_fp8 and name is not None:
-        operand = operand.gathered(name)
-    if in_fp8:
-        (operand,), rows = weight_grad_operands(fp8, operand, [grad.shape[-1]], rows, grad.dtype)
-    elif needs_weight:
-        operand = grad if name is None else all_gather(grad, group=name)
-    if needs_bias:
-        own = bias_grad(grad)
-        grad_bias = own if name is None else all_reduce(own, group=name)
-    return grad_x, *ctx.weight_grads([operand], rows, grad.dtype), grad_bias
+        of_bias = operand if fp8 is None else grad
+        grad_bias = bias_grad(of_bias) if needs_bias and of_bias is not None else None
+        if grad_bias is not None and fp8 is not None and sequence_parallel:
+            grad_bias = all_reduce(grad_bias, group=name)
+        return grad_x, *ctx.weight_grads([operand], rows, dtype), grad_bias, None, None, None
 
 
 _apply_column: Any = _Column.apply

@@ -10,10 +10,10 @@ import torch
 from flux._memory import aligned, readable_if_any, writable
 from flux.calls import checks, front
 from flux.calls.checks import Product
-from flux.comm import repeat
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.repeat import Recipe
 from flux.comm.workspace import Workspace
 from flux.fp8.products import product as wide_product
 from flux.fp8.scales import Scales
@@ -76,7 +76,7 @@ def _alone(call: Call) -> None:
         torch.add(product, call.residual, out=call.out)
 
 
-def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
+def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: Recipe) -> None:
     out, addends = call.out, call.addends()
     if out.numel() == 0:
         return
@@ -88,7 +88,7 @@ def by_torch(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe
     sum_by_torch(product, workspace.group, out, addends)
 
 
-def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
+def parts(workspace: Workspace, plan: Plan, call: Call, recipe: Recipe) -> Any:
     product, out = torch.empty_like(call.out), recipe.out
     once = call.bias if workspace.group.rank() == 0 else None  # the sum has it once
     plain.run(call.product(product, once), recipe)
@@ -103,7 +103,7 @@ def parts(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -
     return found
 
 
-def composed(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> Any:
+def composed(workspace: Workspace, plan: Plan, call: Call, recipe: Recipe) -> Any:
     """As gemm_rs and all_gather, of the rows that ranks can share."""
     group, dealt = workspace.group, plan.m - plan.m % workspace.world_size
     whole = recipe if dealt == plan.m and isinstance(workspace, CudaWorkspace) else None
@@ -128,9 +128,7 @@ def composed(workspace: Workspace, plan: Plan, call: Call, recipe: repeat.Recipe
     return found
 
 
-def kernel(
-    workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe | None = None
-) -> Made | None:
+def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: Recipe | None = None) -> Made | None:
     """One launch, of 16-bit operands. Returns what that makes of the sum besides."""
     x, weight, bias, _, residual, end, out, _ = call
     # Allocations may run out of memory, so they come before the call is opened.
@@ -152,13 +150,13 @@ def kernel(
     return made
 
 
-def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
+def protocol(workspace: CpuWorkspace, plan: Plan, call: Call, recipe: Recipe) -> None:
     partial = torch.empty_like(call.out)
     plain.run(call.product(partial))
     exchange.sum_over_ranks(workspace, plan, partial, call.out, call.addends())
 
 
-def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:
+def nodes(workspace: NodesWorkspace, plan: Plan, call: Call, recipe: Recipe) -> None:
     """Ranks share as many whole rows as they can; sums of nodes are exchanged of the others."""
     levels, topology, total = plan.levels, workspace.topology, call.out
     assert levels is not None
