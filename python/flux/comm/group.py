@@ -27,6 +27,8 @@ _c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
 _GAVE_UP = "gave up"
 # Limit for the facts of a rank. They are sizes, reasons and names, at most some KiB.
 _MAX_FACTS_BYTES = 1 << 16
+# Torch's reduce-scatter of one tensor, under the preferred name of this torch version.
+reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
 
@@ -283,8 +285,3 @@ def _unlike(told: dict[str, Any], mine: dict[str, Any]) -> str | None:
         if isinstance(own, dict) and (problem := _unlike(told[name], own)):
             return f"{name}: {problem}"
     return None
-
-
-def reduce_scatter() -> Callable[..., object]:
-    """torch's reduce-scatter of one tensor, under the preferred name of this torch version."""
-    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

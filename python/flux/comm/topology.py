@@ -39,9 +39,6 @@ class Topology:
     def rank_of(self, node: int, local: int) -> int:
         return node * self.ranks + local
 
-    def node_ranks(self, node: int) -> range:
-        return range(node * self.ranks, (node + 1) * self.ranks)
-
     def __str__(self) -> str:
         return f"{self.nodes} nodes x {self.ranks}"
 

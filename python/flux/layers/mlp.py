@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -81,10 +82,9 @@ class ParallelMLP(nn.Module):
             raise ValueError(f"{op}: activation: expected 'swiglu' or 'gelu', got {activation!r}")
         super().__init__()
         how |= {"group": group}
-
-        def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(hidden_size, ffn_size, bias, save_gathered=save_gathered, **how)
-
+        column = partial(
+            ColumnParallelLinear, hidden_size, ffn_size, bias, save_gathered=save_gathered, **how
+        )
         self.gate_proj = column() if activation == "swiglu" else None
         self.up_proj = column()
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, **how)

@@ -115,7 +115,7 @@ def in_parts(
     if wire is not None:
         int8_sum.sum_into(total, partial, *wire)
     else:
-        reduce_scatter()(total, partial.view(-1, n), group=group)
+        reduce_scatter(total, partial.view(-1, n), group=group)
     return total[own].to(dtype, copy=True)
 
 

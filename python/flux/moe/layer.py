@@ -56,9 +56,6 @@ class Layer(NamedTuple):
     def wide_weights(self) -> list[WideWeight]:
         return [wide_expert(self.weight, expert, self.scales) for expert in range(self.weight.shape[0])]
 
-    def readable_weight(self) -> Tensor:
-        return grouped_gemm.readable_weight(self.weight, self.activation, self.scales)
-
 
 # Of a workspace, the plan, a call, and how it is repeated. Alone, a call has no workspace.
 Way = Callable[[Any, Any, Layer, repeat.Recipe], Tensor]
@@ -207,7 +204,7 @@ def launch(
     up to the result, which is returned, and after the workspace.
     """
     # Copies may run out of memory, so they come before the call is opened.
-    x, weight = readable(call.x), call.readable_weight()
+    x, weight = readable(call.x), grouped_gemm.readable_weight(call.weight, call.activation, call.scales)
     scaled = {} if call.scales is None else call.scales.for_kernel(call.x)
     with workspace.enter(plan) as (symm_buffer, _):
         arguments = (x, weight, call.routing[: len(ARRAYS)], *given, symm_buffer, *how)

@@ -142,7 +142,7 @@ def collective(
     gather: Callable[[], Operand], total: Tensor, routing: flux.moe.Routing, context: Context
 ) -> Transport:
     """All-gather and reduce-scatter. gather: returns the tokens of all ranks. total: memory of the sums."""
-    scatter, rows = reduce_scatter(), used_rows(routing)
+    scatter, rows = reduce_scatter, used_rows(routing)
 
     def behind(made: Tensor) -> Tensor:
         summed = weighted_sum(made, routing.positions, routing.weights)
@@ -166,7 +166,7 @@ def layer(lineup: Lineup, first: bool, x: Operand, weight: Operand, routing: flu
 
     first: tokens travel, and are multiplied; else what is multiplied is summed, and travels.
     """
-    context, scatter, limit = lineup.context, reduce_scatter(), routing.max_tokens
+    context, scatter, limit = lineup.context, reduce_scatter, routing.max_tokens
     total = values(x).new_empty(limit, values(weight).shape[1], dtype=context.dtype)
     own = x if first else total
     if first and isinstance(x, Scaled):

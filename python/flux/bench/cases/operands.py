@@ -58,7 +58,7 @@ def gathering(own: Operand, context: Context) -> Callable[[], Operand]:
         rows, dtype = gathering(own.q.view(torch.uint8), context), own.q.dtype
         scales = gathering(own.scale, context) if not own.of_all else lambda: own.scale
         return lambda: Scaled(values(rows()).view(dtype), values(scales()))
-    collect, group = torch_all_gather(), context.group
+    collect, group = torch_all_gather, context.group
     everybody = own.new_empty(len(own) * context.world_size, *own.shape[1:])
 
     def gather() -> Operand:

@@ -65,7 +65,7 @@ class Job:
 
 
 def _scattered(given: Operands, product: Tensor, context: Context) -> Job:
-    scatter, group = reduce_scatter(), context.group
+    scatter, group = reduce_scatter, context.group
     shard, ours = (product[: len(product) // context.world_size].clone() for _ in range(2))
 
     def behind(full: Tensor) -> None:

@@ -79,7 +79,8 @@ class NodesWorkspace(Workspace):
             return
         token = hashlib.sha256(self._rendezvous.place.encode()).hexdigest()[:16]
         name = f"nodes-{token}-{self.node}"
-        self.node_group = groups.part_of(self.group, self.topology.node_ranks(self.node), name)
+        first = self.rank - self.local
+        self.node_group = groups.part_of(self.group, range(first, first + self.topology.ranks), name)
         self._release_inner = release
         why_not = None
         with self.naming(op):

@@ -27,6 +27,8 @@ from flux.plan.choose import PLANNERS, Plan, carried_by, planned, problem_of
 # calls of CUDA and more instead of one launch, and SMs took 8 % less time to 25 % more
 # (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 AWAITED_BY_SMS_BYTES = 16 << 20
+# Torch's all-gather into one tensor, under the preferred name of this torch version.
+torch_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
@@ -77,12 +79,7 @@ def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     """out = the rows of all ranks, with torch."""
     if out.numel() > 0:
-        torch_all_gather()(movable(out), movable(x.contiguous()), group=group)
-
-
-def torch_all_gather() -> Callable[..., object]:
-    """torch's all-gather into one tensor, under the preferred name of this torch version."""
-    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        torch_all_gather(movable(out), movable(x.contiguous()), group=group)
 
 
 def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: repeat.Recipe) -> None:

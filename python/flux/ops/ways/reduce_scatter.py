@@ -61,7 +61,7 @@ def unfused(x: Tensor, group: ProcessGroup, out: Tensor, addends: Sequence[Tenso
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     wide = out.dtype if out.is_cuda else wide_type(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
-    groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)
+    groups.reduce_scatter(total, x.to(wide).contiguous(), group=group)
     two_level.add(total, addends)
     if total is not out:
         out.copy_(total)
