@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from flux.comm.repeat import Recipe
 from flux.fp8 import scales as fp8
 from flux.fp8.scales import Records
 from flux.moe import two_level
-from flux.moe.layer import Layer, Operator, Slots, below, enter, known, launch
+from flux.moe.layer import Layer, Operator, below, enter, known, launch, slot_of
 from flux.moe.routing import Routing, layout_of, tokens_of_rows
 from flux.ops import grouped_gemm
 from flux.ops.all_gather import all_gather
@@ -147,40 +148,32 @@ def _packed(call: Layer) -> Tensor:
 
 
 def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
-    arrivals = _Arrivals(workspace, call.routing, _packed(call))
-    return _computed(call, arrivals.wait_for, arrivals.sources)
+    """Sends tokens in the kernel's order, and waits for those of peers when they are needed."""
+    routing, layout, x = call.routing, layout_of(call.routing), _packed(call)
+    order, rank, p = _native.core.MoeSendOrder(layout), layout.rank, layout.world_size
+    ends, arrived = order.ends, 0  # signals of each peer that have arrived
+    slot = partial(slot_of, workspace, layout, x.shape[1], x.dtype)
+    for share, part, owner in order.units:
+        to, begin, start = layout.slice_of(owner), ends[share - 1] if share else 0, part * order.part_tokens
+        tokens = torch.arange(start, min(start + order.part_tokens, layout.max_tokens))
+        first = routing.firsts[to, tokens]
+        tokens = tokens[(first >= begin) & (first < ends[share])]
+        if len(tokens):
+            slot(owner, rank)[routing.sent[to, tokens].long()] = x[tokens]
+        workspace.signal(owner, order.signal(share, part))
 
-
-class _Arrivals(Slots):
-    """The gather of the CPU path, in the kernel's order; waits for the peers' tokens when they are needed."""
-
-    def __init__(self, workspace: CpuWorkspace, routing: Routing, x: Tensor) -> None:
-        super().__init__(workspace, routing, x.shape[1], x.dtype)
-        self._order = _native.core.MoeSendOrder(self.layout)
-        self._ends: list[int] = self._order.ends
-        self._arrived = 0  # signals of each peer that have arrived
-        rank, p = self.layout.rank, self.layout.world_size
-        for share, part, owner in self._order.units:
-            to = self.layout.slice_of(owner)
-            begin = self._ends[share - 1] if share else 0
-            start = part * self._order.part_tokens
-            tokens = torch.arange(start, min(start + self._order.part_tokens, self.layout.max_tokens))
-            first = routing.firsts[to, tokens]
-            tokens = tokens[(first >= begin) & (first < self._ends[share])]
-            if len(tokens):
-                self.of(owner, rank)[routing.sent[to, tokens].long()] = x[tokens]
-            workspace.signal(owner, self._order.signal(share, part))
-        self.sources = {s: x if s == rank else self.of(rank, s) for s in range(p)}
-
-    def wait_for(self, expert: int, step: int) -> None:
+    def wait_for(expert: int, step: int) -> None:
         """Waits for the tokens of an expert's rows, from step 0 up to `step`."""
+        nonlocal arrived
         if step == 0:
             return
-        share = next(i for i, end in enumerate(self._ends) if expert < end)
-        for signal in range(self._arrived, (share + 1) * self._order.parts):
-            for source in range(self.layout.world_size):
-                self.workspace.wait(source, signal, signal)
-            self._arrived = signal + 1
+        share = next(i for i, end in enumerate(ends) if expert < end)
+        for signal in range(arrived, (share + 1) * order.parts):
+            for source in range(p):
+                workspace.wait(source, signal, signal)
+            arrived = signal + 1
+
+    return _computed(call, wait_for, {s: x if s == rank else slot(rank, s) for s in range(p)})
 
 
 def _computed(call: Layer, wait: Callable[[int, int], None], sources: dict[int, Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,8 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.repeat import Recipe
 from flux.comm.workspace import Workspace
 from flux.moe import reference, two_level
-from flux.moe.layer import Layer, Operator, Slots, below, enter, known, launch
-from flux.moe.routing import Routing
+from flux.moe.layer import Layer, Operator, below, enter, known, launch, slot_of
+from flux.moe.routing import Routing, layout_of
 from flux.moe.rows import weighted_sum
 from flux.ops import grouped_gemm
 from flux.ops.ways import int8_sum
@@ -131,23 +132,24 @@ def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, recipe: Rec
     return two_level.bring_sums(workspace, of, made, call.routing.num_tokens)
 
 
-class _Exchange(Slots):
+class _Exchange:
     """The kernel's work on the CPU: computes, sends and sums one chunk of columns after the other."""
 
     def __init__(self, workspace: CpuWorkspace, plan: MoePlan, call: Layer) -> None:
-        super().__init__(workspace, call.routing, plan.n, plan.result_dtype)
+        self._workspace, self._layout = workspace, layout_of(call.routing)
+        self._slot = partial(slot_of, workspace, self._layout, plan.n, plan.result_dtype)
         self._plan, self._call, self._routing = plan, call, call.routing
         self._weights, self._wide = call.wide_weights(), wide_type(call.weight.dtype)
         self._out = call.x.new_empty(call.routing.num_tokens, plan.n, dtype=plan.result_dtype)
-        self._products = call.x.new_zeros(self.layout.max_rows, plan.n, dtype=plan.result_dtype)
+        self._products = call.x.new_zeros(self._layout.max_rows, plan.n, dtype=plan.result_dtype)
         self._received = call.routing.received.tolist()
-        self._block_rows: int = self.layout.block_rows(self.layout.max_tokens)
-        self._blocks: int = self.layout.blocks_of(self.layout.max_tokens, self._block_rows)
+        self._block_rows: int = self._layout.block_rows(self._layout.max_tokens)
+        self._blocks: int = self._layout.blocks_of(self._layout.max_tokens, self._block_rows)
 
     def run(self) -> Tensor:
-        computed, rank = 0, self.layout.rank
+        computed, rank = 0, self._layout.rank
         for chunk, peer, block in _native.core.moe_comm_units(
-            self.layout.world_size, rank, self._blocks, len(self._plan.columns)
+            self._layout.world_size, rank, self._blocks, len(self._plan.columns)
         ):
             if chunk == computed:
                 self._compute(chunk)
@@ -182,34 +184,34 @@ class _Exchange(Slots):
     def _send(self, chunk: int, peer: int, block: int) -> None:
         """Sums a block of a peer's tokens, writes the sums to the peer's slot, and signals."""
         received = self._received[peer]
-        if block >= self.layout.blocks_of(received, self._block_rows):
+        if block >= self._layout.blocks_of(received, self._block_rows):
             return
         rows = slice(block * self._block_rows, min((block + 1) * self._block_rows, received))
         if rows.start < rows.stop:
             # Without expert parallelism, a slot row may belong to a token that no rank needs.
             tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
-            columns, slot = self._columns(chunk), self.of(peer, self.layout.rank)
+            columns, slot = self._columns(chunk), self._slot(peer, self._layout.rank)
             slot[rows, columns] = self._partial(peer, tokens, columns).to(slot.dtype)
-        self.workspace.signal(peer, chunk * self._blocks + block)
+        self._workspace.signal(peer, chunk * self._blocks + block)
 
     def _sum(self, chunk: int, block: int) -> None:
         """Sums the contributions of all ranks to a block of own tokens, in rank order."""
-        rank, columns = self.layout.rank, self._columns(chunk)
+        rank, columns = self._layout.rank, self._columns(chunk)
         tokens = torch.arange(len(self._out))[block * self._block_rows : (block + 1) * self._block_rows]
         if block > 0 and len(tokens) == 0:
             return
         total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._wide)
-        for source in range(self.layout.world_size):
+        for source in range(self._layout.world_size):
             if source == rank:
                 total += self._partial(rank, tokens, columns)
                 continue
-            slot_rows = self._routing.sent[self.layout.slice_of(source), tokens].long()
+            slot_rows = self._routing.sent[self._layout.slice_of(source), tokens].long()
             there = slot_rows >= 0
             # Always wait for the first block: a call must not end before every peer has begun it.
             blocks = {0} if block == 0 else set()
             for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
-                self.workspace.wait(source, chunk * self._blocks + needed, needed)
-            total[there] += self.of(rank, source)[slot_rows[there], columns].to(total.dtype)
+                self._workspace.wait(source, chunk * self._blocks + needed, needed)
+            total[there] += self._slot(rank, source)[slot_rows[there], columns].to(total.dtype)
         self._out[tokens, columns] = total.to(self._out.dtype)
 
 

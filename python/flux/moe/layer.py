@@ -23,7 +23,7 @@ from flux.comm.workspace import Workspace
 from flux.fp8 import scales as fp8
 from flux.fp8.products import WideWeight, wide_expert
 from flux.fp8.scales import Scales
-from flux.moe.routing import ARRAYS, TENSORS, Routing, check_routing, layout_of, same_routing
+from flux.moe.routing import ARRAYS, TENSORS, Routing, check_routing, same_routing
 from flux.ops import grouped_gemm
 from flux.ops.ways import int8_sum
 from flux.plan.moe import LayerProblem, MoePlan, plan_layer
@@ -220,13 +220,9 @@ def launch(
     return out
 
 
-class Slots:
-    """The slots of ranks on CPUs, [max_tokens, columns] of each source on each owner."""
-
-    def __init__(self, workspace: CpuWorkspace, routing: Routing, columns: int, dtype: torch.dtype) -> None:
-        self.workspace, self._dtype, self.layout = workspace, dtype, layout_of(routing)
-        self._shape = self.layout.max_tokens, columns
-
-    def of(self, owner: int, source: int) -> Tensor:
-        offset = 2 * self.layout.slot_index(source, owner) * self._shape[0] * self._shape[1]
-        return self.workspace.slot(owner, offset, self._shape, self._dtype)
+def slot_of(
+    workspace: CpuWorkspace, layout: Any, columns: int, dtype: torch.dtype, owner: int, source: int
+) -> Tensor:
+    """The slot of a source on an owner, on CPUs: [max_tokens, columns]."""
+    offset = 2 * layout.slot_index(source, owner) * layout.max_tokens * columns
+    return workspace.slot(owner, offset, (layout.max_tokens, columns), dtype)
