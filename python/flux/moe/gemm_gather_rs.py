@@ -132,87 +132,74 @@ def _on_nodes(workspace: NodesWorkspace, plan: MoePlan, call: Layer, recipe: Rec
     return two_level.bring_sums(workspace, of, made, call.routing.num_tokens)
 
 
-class _Exchange:
+def _by_protocol(workspace: CpuWorkspace, plan: MoePlan, call: Layer, recipe: Recipe) -> Tensor:
     """The kernel's work on the CPU: computes, sends and sums one chunk of columns after the other."""
+    core, x, scales, routing = _native.core, call.x, call.scales, call.routing
+    layout, n, dtype, wide = layout_of(routing), plan.n, plan.result_dtype, wide_type(x.dtype)
+    rank = layout.rank
+    weights, offsets, received = call.wide_weights(), routing.offsets.tolist(), routing.received.tolist()
+    out = x.new_empty(routing.num_tokens, n, dtype=dtype)
+    products = x.new_zeros(layout.max_rows, n, dtype=dtype)
+    slot = partial(slot_of, workspace, layout, n, dtype)
+    block_rows = layout.block_rows(layout.max_tokens)
+    blocks = layout.blocks_of(layout.max_tokens, block_rows)
 
-    def __init__(self, workspace: CpuWorkspace, plan: MoePlan, call: Layer) -> None:
-        self._workspace, self._layout = workspace, layout_of(call.routing)
-        self._slot = partial(slot_of, workspace, self._layout, plan.n, plan.result_dtype)
-        self._plan, self._call, self._routing = plan, call, call.routing
-        self._weights, self._wide = call.wide_weights(), wide_type(call.weight.dtype)
-        self._out = call.x.new_empty(call.routing.num_tokens, plan.n, dtype=plan.result_dtype)
-        self._products = call.x.new_zeros(self._layout.max_rows, plan.n, dtype=plan.result_dtype)
-        self._received = call.routing.received.tolist()
-        self._block_rows: int = self._layout.block_rows(self._layout.max_tokens)
-        self._blocks: int = self._layout.blocks_of(self._layout.max_tokens, self._block_rows)
-
-    def run(self) -> Tensor:
-        computed, rank = 0, self._layout.rank
-        for chunk, peer, block in _native.core.moe_comm_units(
-            self._layout.world_size, rank, self._blocks, len(self._plan.columns)
-        ):
-            if chunk == computed:
-                self._compute(chunk)
-                computed += 1
-            if peer == rank:
-                self._sum(chunk, block)
-            else:
-                self._send(chunk, peer, block)
-        return self._out
-
-    def _columns(self, chunk: int) -> slice:
-        first, size = self._plan.columns[chunk]
-        return slice(first * BLOCK_N, min((first + size) * BLOCK_N, self._plan.n))
-
-    def _compute(self, chunk: int) -> None:
-        first, size = self._plan.columns[chunk]
-        x, scales, offsets = self._call.x, self._call.scales, self._routing.offsets.tolist()
-        schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
-        for expert, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):
+    def compute(first: int, size: int) -> None:
+        schedule = (routing.tiles.data_ptr(), int(routing.num_tiles))
+        for expert, m_tile, n_tile in core.moe_tiles(*schedule, size):
             begin = offsets[expert] + m_tile * BLOCK_M
             rows = slice(begin, min(begin + BLOCK_M, offsets[expert + 1]))
             columns = slice((first + n_tile) * BLOCK_N, (first + n_tile + 1) * BLOCK_N)
             scale = None if scales is None else scales.x_of(rows)
-            tile = self._weights[expert].times(x[rows], columns, scale)
-            self._products[rows, columns] = tile.to(self._products.dtype)
+            products[rows, columns] = weights[expert].times(x[rows], columns, scale).to(dtype)
 
-    def _partial(self, source: int, tokens: Tensor, columns: slice) -> Tensor:
-        """This rank's contribution to the results of some tokens of a source."""
-        positions, weights = self._routing.positions[source, tokens], self._routing.weights[source, tokens]
-        return reference.weighted_sum(self._products[:, columns], positions, weights)
+    def contribution(source: int, tokens: Tensor, columns: slice) -> Tensor:
+        """This rank's, to the results of some tokens of a source."""
+        positions, scores = routing.positions[source, tokens], routing.weights[source, tokens]
+        return reference.weighted_sum(products[:, columns], positions, scores)
 
-    def _send(self, chunk: int, peer: int, block: int) -> None:
+    def send(chunk: int, columns: slice, peer: int, block: int) -> None:
         """Sums a block of a peer's tokens, writes the sums to the peer's slot, and signals."""
-        received = self._received[peer]
-        if block >= self._layout.blocks_of(received, self._block_rows):
+        if block >= layout.blocks_of(received[peer], block_rows):
             return
-        rows = slice(block * self._block_rows, min((block + 1) * self._block_rows, received))
+        rows = slice(block * block_rows, min((block + 1) * block_rows, received[peer]))
         if rows.start < rows.stop:
             # Without expert parallelism, a slot row may belong to a token that no rank needs.
-            tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
-            columns, slot = self._columns(chunk), self._slot(peer, self._layout.rank)
-            slot[rows, columns] = self._partial(peer, tokens, columns).to(slot.dtype)
-        self._workspace.signal(peer, chunk * self._blocks + block)
+            tokens = routing.incoming[peer, rows].long().clamp(min=0)
+            slot(peer, rank)[rows, columns] = contribution(peer, tokens, columns).to(dtype)
+        workspace.signal(peer, chunk * blocks + block)
 
-    def _sum(self, chunk: int, block: int) -> None:
+    def add_up(chunk: int, columns: slice, block: int) -> None:
         """Sums the contributions of all ranks to a block of own tokens, in rank order."""
-        rank, columns = self._layout.rank, self._columns(chunk)
-        tokens = torch.arange(len(self._out))[block * self._block_rows : (block + 1) * self._block_rows]
+        tokens = torch.arange(len(out))[block * block_rows : (block + 1) * block_rows]
         if block > 0 and len(tokens) == 0:
             return
-        total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._wide)
-        for source in range(self._layout.world_size):
+        total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=wide)
+        for source in range(layout.world_size):
             if source == rank:
-                total += self._partial(rank, tokens, columns)
+                total += contribution(rank, tokens, columns)
                 continue
-            slot_rows = self._routing.sent[self._layout.slice_of(source), tokens].long()
+            slot_rows = routing.sent[layout.slice_of(source), tokens].long()
             there = slot_rows >= 0
             # Always wait for the first block: a call must not end before every peer has begun it.
-            blocks = {0} if block == 0 else set()
-            for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
-                self._workspace.wait(source, chunk * self._blocks + needed, needed)
-            total[there] += self._slot(rank, source)[slot_rows[there], columns].to(total.dtype)
-        self._out[tokens, columns] = total.to(self._out.dtype)
+            first = {0} if block == 0 else set()
+            for needed in sorted(first | set((slot_rows[there] // block_rows).tolist())):
+                workspace.wait(source, chunk * blocks + needed, needed)
+            total[there] += slot(rank, source)[slot_rows[there], columns].to(wide)
+        out[tokens, columns] = total.to(dtype)
+
+    computed = 0
+    for chunk, peer, block in core.moe_comm_units(layout.world_size, rank, blocks, len(plan.columns)):
+        first, size = plan.columns[chunk]
+        columns = slice(first * BLOCK_N, min((first + size) * BLOCK_N, n))
+        if chunk == computed:
+            compute(first, size)
+            computed += 1
+        if peer == rank:
+            add_up(chunk, columns, block)
+        else:
+            send(chunk, columns, peer, block)
+    return out
 
 
 _layer = Operator(
@@ -222,7 +209,7 @@ _layer = Operator(
         "alone": lambda workspace, plan, call, recipe: in_parts(call, recipe=recipe),
         "torch": lambda workspace, plan, call, *_: in_parts(call, (workspace, plan) if call.wire else None),
         "kernel": _by_kernel,
-        "protocol": lambda workspace, plan, call, _: _Exchange(workspace, plan, call).run(),
+        "protocol": _by_protocol,
         "nodes": _on_nodes,
     },
 )
