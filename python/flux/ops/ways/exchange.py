@@ -20,6 +20,7 @@ from flux.plan.choose import Plan
 from flux.plan.sums import VECTOR
 
 Tensor = torch.Tensor
+_Mode: Any = _native.core.ExchangeMode
 # Signal words of a peer: its contribution has arrived; its result has arrived.
 _CONTRIBUTION, _RESULT = 0, 1
 
@@ -28,32 +29,51 @@ def sum_over_ranks(
     workspace: CpuWorkspace, plan: Plan, matrix: Tensor, out: Tensor, addends: Sequence[Tensor]
 ) -> None:
     """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows), plus addends."""
-    exchange = _Exchange(workspace, plan)
-    rank, p = workspace.rank, workspace.world_size
+    rank, p, dtype, mode = workspace.rank, workspace.world_size, plan.result_dtype, _Mode(plan.mode)
+    layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), p, mode)
+
+    def rows(owner: int) -> slice:
+        """Rows that a rank sums: all, or its shard (scatter)."""
+        first = layout.first_row(owner)
+        return slice(first, first + layout.slot_rows)
+
+    def columns(owner: int) -> slice:
+        """Columns that a rank sums: all, or its shard, which may be empty (two-shot)."""
+        first = layout.first_column(owner)
+        # The padding of the last vector belongs to no rank.
+        return slice(first, max(first, min(first + layout.columns_of(owner), plan.n)))
+
+    def contribution(owner: int, source: int) -> Tensor:
+        offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
+        slot = workspace.slot(owner, offset, (layout.slot_rows, layout.slot_columns), dtype)
+        return slot[:, : columns(owner).stop - columns(owner).start]
+
+    def results(of: int) -> Tensor:
+        """The part of a rank's area to which owners write their sums (two-shot)."""
+        return workspace.slot(of, layout.result(0, 0), (plan.m, layout.n), dtype)
+
     for step in range(1, p + 1):  # own matrix last
         owner = (rank + step) % p
-        share = matrix[exchange.rows(owner), exchange.columns(owner)]
-        exchange.contribution(owner, rank).copy_(share)
+        contribution(owner, rank).copy_(matrix[rows(owner), columns(owner)])
         workspace.signal(owner, _CONTRIBUTION)
     workspace.agree()
-    mine = exchange.columns(rank)
-    total = torch.zeros_like(matrix[exchange.rows(rank), mine], dtype=wide_type(matrix.dtype))
+    mine = columns(rank)
+    total = torch.zeros_like(matrix[rows(rank), mine], dtype=wide_type(matrix.dtype))
     if total.numel() > 0:
         for source in range(p):
             workspace.wait(source, _CONTRIBUTION, 0)
-            total += exchange.contribution(rank, source)
+            total += contribution(rank, source)
         for addend in addends:
             total += addend[..., mine]
-    if not exchange.two_shot:
+    if mode != _Mode.TWO_SHOT:
         out.copy_(total)
         return
     for peer in range(p):
-        exchange.results(peer)[:, mine] = total
+        results(peer)[:, mine] = total
         workspace.signal(peer, _RESULT)
     for owner in range(p):
-        columns = exchange.columns(owner)
         workspace.wait(owner, _RESULT, 0)
-        out[:, columns] = exchange.results(rank)[:, columns]
+        out[:, columns(owner)] = results(rank)[:, columns(owner)]
 
 
 class Call(NamedTuple):
@@ -88,40 +108,6 @@ def kernel(workspace: CudaWorkspace, plan: Plan, call: Call, recipe: Recipe | No
     if target is not out:
         out.copy_(target)
     return made
-
-
-class _Exchange:
-    """The exchange areas of one call."""
-
-    def __init__(self, workspace: CpuWorkspace, plan: Plan) -> None:
-        self._workspace, self._plan = workspace, plan
-        mode = _native.core.ExchangeMode(plan.mode)
-        self.two_shot = mode == _native.core.ExchangeMode.TWO_SHOT
-        self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)
-
-    def rows(self, owner: int) -> slice:
-        """Rows that a rank sums: all, or its shard (scatter)."""
-        first = self._layout.first_row(owner)
-        return slice(first, first + self._layout.slot_rows)
-
-    def columns(self, owner: int) -> slice:
-        """Columns that a rank sums: all, or its shard, which may be empty (two-shot)."""
-        first = self._layout.first_column(owner)
-        # The padding of the last vector belongs to no rank.
-        return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))
-
-    def contribution(self, owner: int, source: int) -> Tensor:
-        layout, columns = self._layout, self.columns(owner)
-        offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
-        slot = self._area(owner, offset, layout.slot_rows, layout.slot_columns)
-        return slot[:, : columns.stop - columns.start]
-
-    def results(self, rank: int) -> Tensor:
-        """The part of a rank's area to which owners write their sums (two-shot)."""
-        return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
-
-    def _area(self, rank: int, offset: int, rows: int, columns: int) -> Tensor:
-        return self._workspace.slot(rank, offset, (rows, columns), self._plan.result_dtype)
 
 
 _kernel: Any = torch.ops.flux._all_reduce.default
