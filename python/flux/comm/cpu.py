@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import shm
-from flux.comm.group import Rendezvous, why_fake
+from flux.comm.group import why_fake
 from flux.comm.workspace import HEADER_BYTES, ON_ALL_RANKS, PAGE_BYTES, Call, Met, Same, Workspace, call_facts
 from flux.errors import CommTimeoutError
 
@@ -34,7 +34,8 @@ class CpuWorkspace(Workspace):
         self._op, self._told = "", b""  # of the current call, and its facts, as published to the peers
         self._agreed = False  # whether all peers have begun the current call, and their facts are equal
         self._memory: Any = None
-        if self._shares_memory:
+        # Ranks of one host can compare their calls even if no call runs fused.
+        if all(fact["shm"] is None and fact["host"] == met.facts[0]["host"] for fact in met.facts):
             # The first call compares its facts through the headers, so these must exist before it.
             try:
                 self.grow(PAGE_BYTES, PAGE_BYTES, met.op, {})
@@ -49,19 +50,6 @@ class CpuWorkspace(Workspace):
         alone = fake or no_memory or (None if host else "this process cannot tell which host it is on")
         found = {"why_not": off or alone, "host": host, "backend": "shm", "num_sms": 0, "shm": alone}
         return {**found, "error": None if off or fake else no_memory}
-
-    @classmethod
-    def meet(
-        cls, group: ProcessGroup, device: torch.device, op: str, rendezvous: Rendezvous
-    ) -> list[dict[str, Any]]:
-        facts = super().meet(group, device, op, rendezvous)
-        shm.raise_if_any(op, [fact["error"] or "" for fact in facts], f". Mount a tmpfs there {shm.WAY_OUT}")
-        return facts
-
-    def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
-        # Ranks of one host can compare their calls even if no call runs fused.
-        self._shares_memory = all(f["shm"] is None and f["host"] == facts[0]["host"] for f in facts)
-        return super()._verdict(op, facts)
 
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         nbytes = HEADER_BYTES + signal_bytes + 2 * slot_bytes

@@ -17,7 +17,7 @@ from flux import _env, _invariance, _native
 from flux._log import say_once
 from flux.comm import topology
 from flux.comm.group import Rendezvous, check_alike, name_of
-from flux.comm.shm import NoSharedMemory
+from flux.comm.shm import WAY_OUT, NoSharedMemory, raise_if_any
 from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError
 from flux.measured import files
@@ -152,6 +152,7 @@ class Workspace(ABC):
         if wrong := [f"rank {rank}: {fact['wrong']}" for rank, fact in enumerate(facts) if fact.get("wrong")]:
             raise Disagreement(f"{op}: {'; '.join(wrong)}") from cause
         check_alike(op, facts, told)
+        raise_if_any(op, [fact.get("error") or "" for fact in facts], f". Mount a tmpfs there {WAY_OUT}")
         return facts
 
     def __init__(self, met: Met) -> None:

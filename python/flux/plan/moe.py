@@ -59,10 +59,9 @@ class LayerProblem(NamedTuple):
 
 def plan_layer(workspace: Workspace, layer: LayerProblem) -> MoePlan:
     """The plan of layer 0 or 1 on a workspace, made once for each problem."""
-    plan = workspace.plans.get(layer)
+    plan: MoePlan | None = workspace.plans.get(layer)
     if plan is None:
         plan = workspace.plans[layer] = _make_plan(workspace, layer)
-    assert isinstance(plan, MoePlan)
     return plan
 
 

@@ -179,7 +179,6 @@ def _mode(m: int, n: int, world_size: int, trip: float) -> Any:
 
 def _room(device_type: str, exchange_bytes: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
     """The workspace sizes for an exchange area whose layout has `exchange_bytes` (of 2-byte elements)."""
-    # The layout counts in 2-byte elements.
     area = round_up(exchange_bytes * dtype.itemsize // 2)
     if device_type == "cuda":
         return {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": area}
