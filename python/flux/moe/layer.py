@@ -83,23 +83,16 @@ class Operator:
 
 
 def known(
-    op: int,
-    x: Tensor,
-    weight: Tensor,
-    routing: Routing,
-    activation: str | None,
-    scaling: tuple[Any, ...],
-    below: bool = False,
+    op: int, x: Tensor, weight: Tensor, routing: Routing, activation: str | None, scaling: tuple[Any, ...]
 ) -> Tensor | None:
-    """The result of a known call, or None. scaling: of front.scaling. below: below torch's dispatcher."""
+    """The result of a known call, or None. scaling: of front.scaling."""
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
     calls = repeat.of(routing.group_name)
     if calls is None:
         return None
-    ask = calls.call_below if below else calls.call
     options = (activation, _invariance.active(), *scaling)
-    return cast("Tensor | None", ask(op, x, weight, *routing[:15], *options))
+    return cast("Tensor | None", calls.call(op, x, weight, *routing[:15], *options))
 
 
 def enter(op: Operator, call: Layer, scaling: tuple[Any, ...]) -> Tensor:
@@ -153,9 +146,12 @@ def _check(op: Operator, call: Layer) -> None:
 
 def below(op: Operator, call: Layer) -> Tensor:
     """A call without gradients and without torch's dispatcher."""
-    given = (op.number, *call[:4], call.scales or ())
-    if call.wire is None and (done := known(*given, below=True)) is not None:
-        return done
+    calls = None if call.wire is not None else repeat.of_groups.get(call.group)
+    if calls is not None:
+        options = (call.activation, _invariance.active(), *(call.scales or ()))
+        done = calls.call_below(op.number, call.x, call.weight, *call.routing[:15], *options)
+        if done is not None:
+            return cast(Tensor, done)
     return run(op, call)
 
 
