@@ -58,7 +58,7 @@ def ag_gemm(
 ) -> Tensor:
     scales = fp8.given("ag_gemm", *scaling)
     if scales is not None:
-        rows = fp8.of_elements(scales.canonical_x(x.shape[-1]), x[..., 0].numel())
+        rows = fp8.of_elements(scales.canonical_x(x.shape[-1]), x.shape[:-1].numel())
         scaling = (all_gather(rows, group), *scaling[1:])
     return gemm(all_gather(x, group), weight, bias, transpose_weight, *scaling)
 

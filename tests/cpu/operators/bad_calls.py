@@ -43,16 +43,22 @@ def integers(*shape: int, odd: int = 0) -> Tensor:
     return ((torch.arange(count) * 7 + odd) % 5 - 2).float().view(shape)
 
 
-def scaled_arguments(by_block: bool, out_dtype: torch.dtype) -> dict[str, Any]:
-    """fp8 operands, with scales of rows or of blocks."""
-    k = BLOCKS * 128 if by_block else K
+def scaled_arguments(kind: str, out_dtype: torch.dtype, *leading: int, n: int, k: int) -> dict[str, Any]:
+    """fp8 operands, with scales of tensors, rows or blocks."""
+    blocks = BLOCKS if k else 0
+    k = blocks * 128 if kind == "block" else k
+    scale_x, scale_w = {
+        "tensor": (integers(1), integers(1)),
+        "row": (integers(*leading, 1), integers(n)),
+        "block": (integers(*leading, blocks), integers(-(-n // 128), blocks)),
+    }[kind]
     return {
-        "x": integers(M, k).to(FP8[0]),
-        "weight": integers(N, k, odd=1).to(FP8[0]),
-        "bias": integers(N, odd=2).to(out_dtype),
+        "x": integers(*leading, k).to(FP8[0]),
+        "weight": integers(n, k, odd=1).to(FP8[0]),
+        "bias": integers(n, odd=2).to(out_dtype),
         "transpose_weight": False,
-        "scale_x": 1 + integers(M, BLOCKS if by_block else 1).abs(),
-        "scale_w": 1 + (integers(1, BLOCKS) if by_block else integers(N)).abs(),
+        "scale_x": 1 + scale_x.abs(),
+        "scale_w": 1 + scale_w.abs(),
         "out_dtype": out_dtype,
         "accumulate": "promoted",
     }
@@ -141,7 +147,8 @@ def main_grad_of(op: str) -> Callable[..., Tensor]:
 def good_scaled_calls(p: int) -> list[Good]:
     """Calls with fp8 operands, and of what makes them."""
     # Sums of blocks are not exact in 16 bits.
-    rows, block = scaled_arguments(False, torch.float16), scaled_arguments(True, torch.float32)
+    rows = scaled_arguments("row", torch.float16, M, n=N, k=K)
+    block = scaled_arguments("block", torch.float32, M, n=N, k=K)
     ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
     routing = flux.moe.route(ids, scores, 4)
     how = {"scale_x": 1 + integers(M, 1).abs(), "out_dtype": torch.float32, "accumulate": "promoted"}
@@ -167,34 +174,44 @@ def good_scaled_calls(p: int) -> list[Good]:
     ]
 
 
+def good_dense(p: int, *leading: int, n: int = N, k: int = K) -> list[Good]:
+    """Of operators with a dense weight or none, for x [*leading, k]."""
+    x, weight, bias = integers(*leading, k), integers(n, k, odd=1), integers(n, odd=2)
+    common: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "transpose_weight": False}
+    m, grad, like_x = leading[0], integers(*leading, n), integers(*leading, k)
+    of_norm = {"residual": like_x, "norm_weight": integers(k), "eps": 1e-6}
+
+    def out(rows: int, columns: int = n) -> Tensor:
+        return torch.zeros(rows, *leading[1:], columns)
+
+    return [
+        good("gemm", **common, out=out(m)),
+        good("gemm_rs", **common, out=out(m // p), wire=None),
+        good("ag_gemm", **common, out=out(m * p)),
+        good_list(
+            {"x": x, "weight": [weight, weight + 1], "bias": [bias, None], "out": [out(m * p), out(m * p)]}
+        ),
+        good("gemm_ar", **common, residual=grad, out=out(m)),
+        good("gemm_ar", **common, residual=grad, norm_weight=integers(n), eps=1e-6),
+        good("all_gather", x=x, out=out(m * p, k)),
+        good("all_reduce", x=x, residual=like_x, out=out(m, k)),
+        good("all_reduce", x=x, **of_norm),
+        good("reduce_scatter", x=x, out=out(m // p, k), wire=None),
+        *good_linears(x, weight, bias),
+    ]
+
+
 def good_calls(p: int) -> list[Good]:
     """One for each public function that takes tensors; new tensors every time."""
-    x, weight, bias = integers(M, K), integers(N, K, odd=1), integers(N, odd=2)
-    common: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "transpose_weight": False}
-    offsets = torch.tensor([0, 3, 3, M], dtype=torch.int32)
+    x, grad, offsets = integers(M, K), integers(M, N), torch.tensor([0, 3, 3, M], dtype=torch.int32)
     experts, order = integers(3, N, K, odd=3), torch.arange(M).flip(0)
     ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
     routing = flux.moe.route(ids, scores, 4)
-    w1, w2 = integers(4, N, K), integers(4, K, N, odd=1)
-    hidden, grad, like_x = integers(len(routing.rows), N), integers(M, N), integers(M, K)
-    of_norm = {"residual": like_x, "norm_weight": integers(K), "eps": 1e-6}
-
-    def out(rows: int, columns: int = N) -> Tensor:
-        return torch.zeros(rows, columns)
-
+    w1, w2, hidden = integers(4, N, K), integers(4, K, N, odd=1), integers(len(routing.rows), N)
     return [
-        good("gemm", **common, out=out(M)),
-        good("gemm_rs", **common, out=out(M // p), wire=None),
-        good("ag_gemm", **common, out=out(M * p)),
-        good_list({"x": x, "weight": [weight, w1[0]], "bias": [bias, None], "out": [out(M * p), out(M * p)]}),
-        good("gemm_ar", **common, residual=grad, out=out(M)),
-        good("gemm_ar", **common, residual=grad, norm_weight=integers(N), eps=1e-6),
-        good("all_gather", x=x, out=out(M * p, K)),
-        good("all_reduce", x=x, residual=like_x, out=out(M, K)),
-        good("all_reduce", x=x, **of_norm),
-        good("reduce_scatter", x=x, out=out(M // p, K), wire=None),
+        *good_dense(p, M),
         good("grouped_gemm", x=x, weight=experts, offsets=offsets, rows=order, activation="silu"),
-        good("wgrad_accum", main_grad_of("wgrad_accum"), grad_output=grad, x=x, main_grad=out(N, K)),
+        good("wgrad_accum", main_grad_of("wgrad_accum"), grad_output=grad, x=x, main_grad=torch.zeros(N, K)),
         good("grouped_wgrad", grad_output=grad, x=x, offsets=offsets),
         good(
             "grouped_wgrad_accum",
@@ -204,7 +221,6 @@ def good_calls(p: int) -> list[Good]:
         good("moe.route", topk_ids=ids, topk_weights=scores, num_experts=4, ep_size=1, max_tokens=M),
         good("moe.ag_scatter_gemm", x=x, weight=w1, routing=routing, activation=None),
         good("moe.gemm_gather_rs", x=hidden, weight=w2, routing=routing),
-        *good_linears(x, weight, bias),
         *good_scaled_calls(p),
     ]
 

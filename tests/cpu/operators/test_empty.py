@@ -5,23 +5,28 @@ torch: empty results, sums of nothing are zero, and gradients have the shapes of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
+import references
 import torch
 import torch.distributed as dist
+from bad_calls import Good, good, good_dense, integers, scaled_arguments
 from dense_calls import is_exact
+from test_bad_calls import same, tensors_of
 from test_modes import FeedForward
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_map_only
 
 import flux
 from flux.integrations import async_tp
 from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
-from flux.layers import ParallelMLP, RMSNorm, column_linear, row_linear
+from flux.layers import ParallelMLP, RMSNorm
 from flux.testing import spawn
 
 E = 4
@@ -31,123 +36,65 @@ SIZES = [(leading, n, k) for leading, n, k in product(LEADING, (0, 6), (0, 8)) i
 Call = Callable[[Tensor], Any]
 
 
-def rank_ones(rank: int, *shape: int) -> Tensor:
-    return torch.full(shape, rank + 1.0)
+def operators(p: int, *leading: int, n: int, k: int) -> Iterator[str]:
+    """Results are torch's, and gradients as they must be."""
+    for each in (*good_dense(p, *leading, n=n, k=k), *others(p, *leading, n=n, k=k)):
+        given = {name: value for name, value in each.arguments.items() if name != "out"}
+        expected = each.reference(**each.arguments)
+        for arguments in (each.arguments, given):
+            if not same(got := each.call(**arguments), expected):
+                yield f"{each.op}: {got}, expected {expected}"
+        if each.op in ("gemm_ar", "all_reduce") or "scale_x" in given:
+            continue  # have no gradients
+        given = tree_map_only(Tensor, lambda tensor: tensor.clone().requires_grad_(), given)
+        sum(result.sum() for result in tensors_of(each.call(**given))).backward()  # type: ignore[union-attr]
+        for tensor in tensors_of(list(given.values())):
+            # Biases have gradients where there are rows, and rows that are only moved.
+            zero = tensor is not given["x"] if each.op in MOVES else tensor.dim() > 1 or 0 in leading
+            if tensor.grad is None or tensor.grad.shape != tensor.shape or zero and tensor.grad.any():
+                yield f"{each.op}: gradient of {list(tensor.shape)}: {tensor.grad}"
 
 
-def operators(
-    rank: int, p: int, leading: tuple[int, ...], n: int, k: int
-) -> Iterator[tuple[str, Call, list[Tensor], list[tuple[int, ...]], float]]:
-    """Name, call of x, tensors besides x that need gradients, shapes of results, and their value."""
-    w, b, up = (rank_ones(rank, *shape).requires_grad_() for shape in ((n, k), (n,), (n, k)))
-    more, less = (leading[0] * p, *leading[1:]), (leading[0] // p, *leading[1:])
-    own, gathered, scattered = (*leading, n), (*more, n), (*less, n)
-    # With K = 0, what is added remains; with N = 0 or no rows there is no element that has a value.
-    bias = rank + 1.0
-    yield "gemm", lambda x: flux.gemm(x, w, b), [w, b], [own], bias
-    yield "gemm_rs", lambda x: flux.gemm_rs(x, w, b), [w, b], [scattered], bias
-    yield "gemm_rs, no bias", lambda x: flux.gemm_rs(x, w), [w], [scattered], 0
-    yield "ag_gemm", lambda x: flux.ag_gemm(x, w, b), [w, b], [gathered], bias
-    yield (
-        "ag_gemm [K, N]",
-        lambda x: flux.ag_gemm(x, w.t(), b, transpose_weight=True),
-        [w, b],
-        [gathered],
-        bias,
-    )
-    both = [gathered, gathered]
-    yield "ag_gemm of two", lambda x: flux.ag_gemm(x, [w, up], [b, None]), [w, up, b], both, -1
-    both = [gathered, (*more, k)]
-    yield "gathered", lambda x: flux.ag_gemm(x, w, return_gathered=True), [w], both, -1
-    yield "all_gather", flux.all_gather, [], [(*more, k)], -1
-    yield "reduce_scatter", flux.reduce_scatter, [], [(*less, k)], -1
-    yield "column", lambda x: column_linear(x, [w, up], [b, None]), [w, up, b], [gathered] * 2, -1
-    keep: Any = {"save_gathered": True}
-    yield "column saved", lambda x: column_linear(x, [w], **keep), [w], [gathered], 0
-    plain: Any = {"sequence_parallel": False}
-    yield "column plain", lambda x: column_linear(x, [w], [b], **plain), [w, b], [own], bias
-    yield "row", lambda x: row_linear(x, w, b), [w, b], [scattered], bias
-    yield "row plain", lambda x: row_linear(x, w, b, **plain), [w, b], [own], bias
-    if len(leading) == 1:
-        offsets, experts = torch.tensor([0, 0, 0, 0, *leading], dtype=torch.int32), rank_ones(rank, E, n, k)
-        experts.requires_grad_()
-        yield "grouped_gemm", lambda x: flux.grouped_gemm(x, experts, offsets), [experts], [own], 0
+MOVES = ("all_gather", "reduce_scatter", "gathered")
 
 
-def without_gradients(rank: int, p: int, leading: tuple[int, ...], n: int, k: int) -> Iterator[str]:
-    x, w, b = rank_ones(rank, *leading, k), rank_ones(rank, n, k), torch.ones(n)
-    residual, norm = torch.full((*leading, n), 2.0), torch.ones(n)
-    total = torch.full((*leading, n), 3.0)
-    like_x = torch.full((*leading, k), 2.0)
-    summed = torch.full((*leading, k), p * (p + 1) / 2)
-    how: Any = {"residual": residual, "norm_weight": norm}
-    of_x: Any = {"residual": like_x, "norm_weight": torch.ones(k)}
-    normed = torch.nn.functional.rms_norm(total, [n], norm) if n else total
-    of_sum = torch.nn.functional.rms_norm(summed + 2, [k], torch.ones(k)) if k else summed
-    rows = x.new_empty(leading[0] * p, *leading[1:], k)
-    calls: dict[str, tuple[Any, list[Tensor | None]]] = {
-        "gemm_ar": (lambda: flux.gemm_ar(x, w, b, residual=residual), [total]),
-        "gemm_ar, norm": (lambda: flux.gemm_ar(x, w, b, **how), [normed, total]),
-        "gemm_ar, out": (lambda: flux.gemm_ar(x, w, b, residual=residual, out=residual.clone()), [total]),
-        "all_reduce": (lambda: flux.all_reduce(x), [summed]),
-        "all_reduce, norm": (lambda: flux.all_reduce(x, **of_x), [of_sum, summed + 2]),
-        "all_gather, out": (lambda: flux.all_gather(x, out=rows), [None]),
-        "ag_gemm, out": (lambda: flux.ag_gemm(x, w, out=x.new_empty(*rows.shape[:-1], n)), [None]),
-        "gemm_rs, out": (
-            lambda: flux.gemm_rs(x, w, out=x.new_empty(leading[0] // p, *leading[1:], n)),
-            [None],
-        ),
-        "int8": (lambda: flux.reduce_scatter(x, wire="int8"), [None]),
-        "quant": (lambda: flux.gemm_ar(x, w, b, **how, quant="row"), [None, None, total]),
-        "quant of sum": (lambda: flux.all_reduce(x, **of_x, quant="row"), [None, None, summed + 2]),
-    }
-    for name, (call, expected) in calls.items():
-        results = call()
-        results = [results] if isinstance(results, Tensor) else results
-        for got, wanted in zip(results, expected, strict=True):
-            if wanted is not None and not torch.allclose(got, wanted, rtol=1e-6):
-                yield f"{name}: {got}, expected {wanted}"
-
-
-def scaled(p: int, leading: tuple[int, ...], n: int, k: int) -> Iterator[str]:
-    """With fp8 operands."""
-    for quant, of_weight in (("tensor", "tensor"), ("row", "row"), ("group128", "block128")):
-        (x, scale_x), (w, scale_w) = (
-            flux.quantize(torch.ones(shape), kind)
-            for shape, kind in (((*leading, k), quant), ((n, k), of_weight))
-        )
-        scale_w = scale_w.view(-1) if quant == "row" else scale_w
-        how: Any = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32}
-        product, gathered, scales = flux.ag_gemm(x, w, return_gathered=True, **how)
+def others(p: int, *leading: int, n: int, k: int) -> Iterator[Good]:
+    x, weight, bias = integers(*leading, k), integers(n, k), integers(n)
+    yield good("ag_gemm", x=x, weight=weight.t(), bias=bias, transpose_weight=True)
+    gathers: Any = lambda **given: (references.ag_gemm(**given), references.all_gather(given["x"]))  # noqa: E731
+    yield Good("gathered", partial(flux.ag_gemm, return_gathered=True), gathers, {"x": x, "weight": weight})
+    if 0 in (*leading, k):
+        yield good("reduce_scatter", partial(flux.reduce_scatter, wire="int8"), x=x)
+    residual, like_x = integers(*leading, n), integers(*leading, k)
+    for op, sizes, added in (("gemm_ar", {"weight": weight}, residual), ("all_reduce", {}, like_x)):
+        how = {"norm_weight": torch.ones(added.shape[-1]), "quant": "row"}
+        total: Any = lambda op=op, how=how, **given: getattr(flux, op)(**given, **how)[2]  # noqa: E731
+        yield good(op, total, x=x, **sizes, residual=added)
+    for kind in ("tensor", "row", "block"):
+        given = scaled_arguments(kind, torch.float32, *leading, n=n, k=k)
+        for op in ("gemm", "gemm_rs", "ag_gemm", "gemm_ar"):
+            yield good(op, **given)
+        product, gathered, scales = flux.ag_gemm(**given, return_gathered=True)
         rows = (leading[0] * p, *leading[1:])
-        shapes = [(*rows, n), (*rows, k), (*rows, scale_x.shape[-1] if quant == "group128" else 1)]
-        found = [product, flux.gemm_ar(x, w, **how), flux.gemm(x, w, **how), flux.gemm_rs(x, w, **how)]
-        wanted = [(*rows, n), (*leading, n), (*leading, n), (leading[0] // p, *leading[1:], n)]
-        told = [tuple(each.shape) for each in (product, gathered, scales, *found)]
-        if told != [*shapes, *wanted] or any(each.any() for each in found):
-            yield f"fp8 with scales of a {quant}: {told}, or not zero"
+        of_rows = given["scale_x"].shape[-1] if kind == "block" else 1
+        shapes = [(*rows, n), (*rows, given["x"].shape[-1]), (*rows, of_rows)]
+        assert [tuple(each.shape) for each in (product, gathered, scales)] == shapes, kind
 
 
-def check(run: Call, x: Tensor, leaves: list[Tensor], shapes: list[Any], value: float) -> str:
-    """What is wrong with results and gradients. value: of results; below 0: not looked at."""
+def check(run: Call, x: Tensor, leaves: list[Tensor], shape: tuple[int, ...]) -> str:
+    """What is wrong with a result and its gradients, which are all zero or empty; but of biases."""
     leaf = x.clone().requires_grad_()
     for each in leaves:
         each.grad = None
-    results = run(leaf)
-    results = [results] if isinstance(results, Tensor) else list(results)
-    if [tuple(each.shape) for each in results] != shapes:
-        return f"shapes {[tuple(each.shape) for each in results]}, expected {shapes}"
-    if value >= 0 and any((each != value).any() for each in results):
-        return f"{results}, expected {value}"
-    sum(each.sum() for each in results).backward()  # type: ignore[union-attr]
+    result = run(leaf)
+    if result.shape != shape or result.any():
+        return f"{result}, expected zeros {shape}"
+    result.sum().backward()
     for each in (leaf, *leaves):
         if each.grad is None or each.grad.shape != each.shape:
             return f"gradient of {list(each.shape)}: {each.grad}"
-    products = [*leaves, leaf]
-    if any(each.numel() for each in results):  # biases have gradients, and rows that are only moved
-        products = [each for each in leaves if each.dim() > 1] + ([leaf] if value >= 0 else [])
-    if any(getattr(each.grad, "_local_tensor", each.grad).any() for each in products):
-        return "a gradient that is not zero"
+        if (each.dim() > 1 or not result.numel()) and getattr(each.grad, "_local_tensor", each.grad).any():
+            return "a gradient that is not zero"
     return ""
 
 
@@ -195,7 +142,7 @@ def experts(p: int, tokens: int, hidden: int, columns: int) -> str:
 
 def layers(rank: int, p: int) -> Iterator[str]:
     for name, run, x, parameters, shape in modules(p):
-        if found := check(run, x, parameters, [shape], 0):
+        if found := check(run, x, parameters, shape):
             yield f"{name}, {tuple(x.shape)}: {found}"
     for tokens, hidden, columns in ((0, 8, 6), (3 * (rank == 0), 8, 6), (3, 0, 6), (3, 8, 0), (0, 0, 0)):
         if found := experts(p, tokens, hidden, columns):
@@ -217,11 +164,12 @@ def layers(rank: int, p: int) -> Iterator[str]:
 
 def dense(rank: int, p: int) -> Iterator[str]:
     for leading, n, k in SIZES:
-        for name, run, leaves, shapes, value in operators(rank, p, leading, n, k):
-            if found := check(run, rank_ones(rank, *leading, k), leaves, shapes, value):
-                yield f"{name}, {leading} {n} {k}: {found}"
-        yield from (f"{each}, {leading} {n} {k}" for each in without_gradients(rank, p, leading, n, k))
-        yield from (f"{each}, {leading} {n} {k}" for each in scaled(p, leading, 16 * n, 16 * k))
+        yield from (f"{each}, {leading} {n} {k}" for each in operators(p, *leading, n=n, k=k))
+        if len(leading) == 1:
+            offsets, weight = torch.tensor([0, 0, 0, 0, *leading], dtype=torch.int32), torch.ones(E, n, k)
+            run = partial(flux.grouped_gemm, weight=weight.requires_grad_(), offsets=offsets)
+            if found := check(run, torch.ones(*leading, k), [weight], (*leading, n)):
+                yield f"grouped_gemm, {leading} {n} {k}: {found}"
 
 
 def work(rank: int, p: int, wrongs: Callable[[int, int], Iterator[str]]) -> list[str]:
