@@ -1,7 +1,8 @@
-"""flux.gemm on CPU tensors: numerics, arguments, and how torch sees the operator."""
+"""flux.gemm by inductor, what flux.explain says of it, variables of the environment, and what is logged."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import flux
 from flux import _env
+from flux._log import say_once
 
 
 def test_compile_with_inductor() -> None:
@@ -46,6 +48,12 @@ def test_environment_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_TIMEOUT_S", "-1")
     with pytest.raises(ValueError, match="FLUX_TIMEOUT_S='-1': must be a positive number of seconds"):
         _env.timeout_s()
-    monkeypatch.setenv("FLUX_SYMM_BACKEND", "mpi")
-    with pytest.raises(ValueError, match="FLUX_SYMM_BACKEND='mpi': must be one of cuda, nvshmem"):
-        _env.get("FLUX_SYMM_BACKEND")
+
+
+def test_a_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flux"):
+        for _ in range(2):
+            say_once("a message of this test")
+            say_once("another", logging.INFO)
+    told = [(record.levelname, record.message) for record in caplog.records]
+    assert told == [("WARNING", "a message of this test"), ("INFO", "another")]
