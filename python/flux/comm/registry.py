@@ -16,8 +16,8 @@ from flux.comm import repeat
 from flux.comm import workspace as workspaces
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
-from flux.comm.group import Rendezvous
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.rendezvous import Rendezvous
 from flux.comm.topology import of_nodes
 from flux.comm.workspace import ON_ALL_RANKS, Key, Met, Workspace, broken_off, expecting_graphs, turn
 from flux.comm.workspace import find as find

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flux.comm.group import Rendezvous
+from flux.comm.rendezvous import Rendezvous
 from flux.errors import CommTimeoutError
 
 _DIRECTORY = Path("/dev/shm")

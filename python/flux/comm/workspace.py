@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from flux import _env, _invariance, _native
 from flux._log import say_once
 from flux.comm import topology
-from flux.comm.group import Rendezvous, check_alike, name_of
+from flux.comm.group import name_of
+from flux.comm.rendezvous import Rendezvous, check_alike
 from flux.comm.shm import WAY_OUT, NoSharedMemory, raise_if_any
 from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import group as group_module
+from flux.comm import rendezvous
 from flux.comm.cpu import CpuWorkspace
 from flux.testing import spawn
 
@@ -45,7 +46,7 @@ MALFORMED = [
 @pytest.mark.parametrize("value", MALFORMED, ids=[repr(value[:12]) for value in MALFORMED])
 def test_what_is_no_json_object_of_bounded_size_is_refused(value: bytes) -> None:
     with pytest.raises(RuntimeError) as caught:
-        group_module._parse("gemm_rs", 3, value)
+        rendezvous._parse("gemm_rs", 3, value)
     message = str(caught.value)
     assert message.startswith(
         "flux.gemm_rs: rendezvous: expected the facts of rank 3, a JSON object of at most"
@@ -56,7 +57,7 @@ def test_what_is_no_json_object_of_bounded_size_is_refused(value: bytes) -> None
 def test_facts_up_to_the_limit_arrive() -> None:
     facts = {"why_not": "x" * (LIMIT - 24), "n": 1}
     text = json.dumps(facts).encode()
-    assert len(text) <= LIMIT and group_module._parse("gemm_rs", 0, text) == facts
+    assert len(text) <= LIMIT and rendezvous._parse("gemm_rs", 0, text) == facts
 
 
 def call_with_a_stranger_in_the_store(rank: int, world_size: int) -> str:

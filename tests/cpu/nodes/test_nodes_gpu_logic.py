@@ -16,10 +16,10 @@ import torch.distributed as dist
 import flux
 from flux._native import core
 from flux.calls import checks
-from flux.comm.group import Rendezvous
 from flux.comm.nodes.rail import NcclRail, NcclTransfer, Rail, shifts
 from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.rendezvous import Rendezvous
 from flux.comm.topology import Links, Topology
 from flux.comm.workspace import Met, Workspace
 from flux.measured import files
