@@ -11,7 +11,7 @@ import soak
 import test_gpu_expert_rows as steps
 import test_gpu_fp8 as fp8
 import test_gpu_gemm as products
-import test_gpu_grouped_wgrad as gradients
+import test_gpu_grouped_gemm as gradients
 import test_gpu_moe as layers
 import torch
 from emulated import Problem, problem
