@@ -60,6 +60,11 @@ def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
     return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
 
 
+def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small enough that sums of products are exact in every type."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 Scenario = Callable[[int, int], Any]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import cases
 import pytest
 import torch
 from row_kernels import kernels_on_cpus
@@ -15,9 +18,7 @@ TOKENS = torch.tensor([3, 0, 3, 2, 1, 0, 0])
 NAN = float("nan")
 
 
-def integers(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=g).to(dtype)
+integers = partial(cases.integers, dtype=torch.bfloat16)
 
 
 def nowhere(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import integers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
@@ -20,10 +21,6 @@ OFFSETS = torch.tensor(
     [0, 0, 5, 5, 9], dtype=torch.int32
 )  # of four experts; the last three rows are nobody's
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

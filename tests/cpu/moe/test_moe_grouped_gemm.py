@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import integers
 
 import flux
 from flux import _log
@@ -16,10 +17,6 @@ SIZES = [0, 5, 0, 3]  # rows of each expert
 OFFSETS = torch.tensor([0, 0, 5, 5, 8], dtype=torch.int32)
 
 
-def integers(*shape: int) -> torch.Tensor:
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
-
-
 def by_expert(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     experts = [e for e, size in enumerate(SIZES) for _ in range(size)]
     return torch.stack([x[i].double() @ weight[e].double().t() for i, e in enumerate(experts)])
@@ -27,7 +24,7 @@ def by_expert(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_each_row_meets_the_weight_of_its_expert(dtype: torch.dtype) -> None:
-    x, weight = integers(10, K).to(dtype), integers(E, N, K).to(dtype)
+    x, weight = integers(0, 10, K).to(dtype), integers(1, E, N, K).to(dtype)
     result = flux.grouped_gemm(x, weight, OFFSETS)
     assert result.shape == (10, N) and result.dtype == dtype
     assert torch.equal(result[:8].double(), by_expert(x, weight))
@@ -42,7 +39,7 @@ def test_torch_s_grouped_gemm_gives_the_same(
 ) -> None:
     """What CUDA tensors go through, and that it is said once."""
     monkeypatch.setattr(_log, "_said", set())
-    x, weight = integers(10, K).bfloat16(), integers(E, N, K).bfloat16()
+    x, weight = integers(0, 10, K).bfloat16(), integers(1, E, N, K).bfloat16()
     for _ in range(2):
         result = ops.unfused(ops.Grouped(x, weight, OFFSETS))
         assert torch.equal(result[:8].double(), by_expert(x, weight))
@@ -70,7 +67,7 @@ def test_torch_s_grouped_gemm_gives_the_same(
     ],
 )
 def test_weights_are_read_where_they_lie_if_tma_can(layout: Any, activation: Any, in_place: bool) -> None:
-    weight = layout(integers(E, N, K).bfloat16())
+    weight = layout(integers(1, E, N, K).bfloat16())
     read = ops.readable_weight(weight, activation, None)
     assert (read is weight) == in_place and torch.equal(read, weight)
     assert in_place or read.is_contiguous()
@@ -79,7 +76,7 @@ def test_weights_are_read_where_they_lie_if_tma_can(layout: Any, activation: Any
 
 
 def test_weights_that_overlap_are_copied() -> None:
-    weight = integers(1, N, K).bfloat16().expand(E, N, K)
+    weight = integers(2, 1, N, K).bfloat16().expand(E, N, K)
     assert torch.equal(read := ops.readable_weight(weight, None, None), weight) and read.is_contiguous()
 
 

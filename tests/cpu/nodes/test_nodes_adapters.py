@@ -34,11 +34,6 @@ def on_nodes(rank: int, world_size: int, fn: Callable[..., Any], *arguments: Any
     return answer
 
 
-def answers(fn: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    ranks = world_size // 2
-    return spawn(on_nodes, world_size, fn, *arguments, backend="gloo", timeout_s=240, ranks_per_node=ranks)
-
-
 def without(module: Any, *left_out: str) -> list[Callable[[int, int], Any]]:
     """The scenarios of a test module but for some: torch.compile takes long and does not know of nodes."""
     return [scenario for scenario in module.SCENARIOS if scenario.__name__ not in left_out]
@@ -81,17 +76,11 @@ def test_gradients_layers_and_dtensor_on_nodes(world_size: int) -> None:
 
 
 def megatron(rank: int, world_size: int) -> None:
+    from megatron.core import parallel_state
+
     megatron_models.prepare(world_size)
     test_megatron.equal_to_stock(rank, world_size)
-
-
-@needs_megatron
-@pytest.mark.filterwarnings("ignore")
-def test_megatron_on_nodes() -> None:
-    answers(megatron, 2)
-
-
-def experts_of_megatron(rank: int, world_size: int) -> None:
+    parallel_state.destroy_model_parallel()
     _, layout = test_megatron_moe.LAYOUTS["EP 2"]
     megatron_models.prepare_layout(layout)
     for scenario in (test_megatron_moe.equal_to_stock, test_megatron_moe.uneven_tokens):
@@ -100,5 +89,5 @@ def experts_of_megatron(rank: int, world_size: int) -> None:
 
 @needs_megatron
 @pytest.mark.filterwarnings("ignore")
-def test_experts_of_megatron_on_nodes() -> None:
-    answers(experts_of_megatron, 2)
+def test_megatron_on_nodes() -> None:
+    spawn(on_nodes, 2, megatron, backend="gloo", timeout_s=240, ranks_per_node=1)

@@ -82,12 +82,14 @@ class Transfer:
 class Watched:
     """A watch whose thread does not run, and what it did."""
 
-    def __init__(self) -> None:
+    def __init__(self, *transfers: Transfer) -> None:
         self.failed_rank: int | None = None
         self.gave_up: list[str] = []
         self.asked = 0
         self.watch = Watch(10.0, self._someone_failed, self.gave_up.append)
         self.watch._thread = SimpleNamespace(join=lambda: None)  # type: ignore[assignment]
+        for transfer in transfers:
+            self.watch.started(transfer)
 
     def _someone_failed(self) -> int | None:
         self.asked += 1
@@ -95,9 +97,7 @@ class Watched:
 
 
 def test_a_transfer_is_late_only_once_the_stream_has_come_to_it() -> None:
-    watched, late, next_one = Watched(), Transfer(), Transfer()
-    watched.watch.started(late)
-    watched.watch.started(next_one)
+    watched = Watched(late := Transfer(), next_one := Transfer())
     assert not watched.watch.look(1000.0)  # the GPU computes: kernels have deadlines of their own
     late.started = True
     assert not watched.watch.look(2000.0) and not watched.watch.look(2009.0)
@@ -108,9 +108,7 @@ def test_a_transfer_is_late_only_once_the_stream_has_come_to_it() -> None:
 
 
 def test_each_transfer_has_a_deadline_of_its_own() -> None:
-    watched, first, second = Watched(), Transfer(), Transfer()
-    watched.watch.started(first)
-    watched.watch.started(second)
+    watched = Watched(first := Transfer(), second := Transfer())
     first.started = True
     assert not watched.watch.look(0.0) and not watched.watch.look(9.0)
     first.finished = second.started = True
@@ -120,17 +118,15 @@ def test_each_transfer_has_a_deadline_of_its_own() -> None:
 
 
 def test_a_rank_that_gave_up_ends_what_waits_for_it() -> None:
-    watched, waiting = Watched(), Transfer()
-    watched.watch.started(waiting)
+    watched = Watched(waiting := Transfer())
     watched.failed_rank = 3
     assert watched.watch.look(0.0)
     assert watched.gave_up == ["exchange number 1"] and waiting.poisoned
 
 
 def test_nothing_is_asked_and_kept_without_transfers() -> None:
-    watched, done = Watched(), Transfer()
+    watched = Watched(done := Transfer())
     done.finished = True
-    watched.watch.started(done)
     assert not watched.watch.look(0.0) and watched.asked == 0
     for _ in range(100):
         watched.watch.started(done)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Calls, scenario_test
+from cases import Calls, integers, scenario_test
 from torch.distributed.tensor import DTensor
 
 import flux
@@ -23,11 +23,6 @@ from flux.testing import AgGemmCase, GemmRsCase, spawn
 WORLD_SIZES = [1, 2, 3]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 ROWS, N, K = 130, 72, 40  # of one rank
-
-
-def integers(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=g).to(dtype)
 
 
 def leaf(x: torch.Tensor | None) -> Any:

@@ -81,7 +81,7 @@ def is_near(result: Tensor, exact: Tensor, atol: float, rtol: float) -> bool:
 
 def random_data(rank: int, p: int) -> None:
     for dtype in [*DTYPES, torch.float64]:
-        x, weight = draw(rank, dtype, (160 * p, 200), (300, 200))
+        x, weight = draw(rank, dtype, (40 * p, 200), (100, 200))
         for op, terms in (("gemm", 1), ("gemm_rs", p), ("ag_gemm", 1)):
             call = getattr(flux, op)
             result = call(x, weight)
