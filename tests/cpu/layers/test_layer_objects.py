@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import scenario_test
+from cases import integers, scenario_test
 from layer_models import EXPERTS, F64, FFN, HIDDEN, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -204,15 +204,10 @@ def without_partners(rank: int, p: int) -> None:
 
 def mixed_biases(rank: int, p: int) -> None:
     """One of two weights has a bias: outputs and gradients against plain torch, on integers."""
-    g = torch.Generator().manual_seed(3)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.randint(-3, 4, shape, generator=g).double()
-
-    rows, x, weights = 2 * p, integers(2 * p, 5), [integers(3 * p, 5), integers(2 * p, 5)]
+    rows, x, *weights = 2 * p, *(integers(size, size * p, 5, dtype=F64) for size in (2, 3, 4))
     for place in (0, 1):
-        bias = integers(weights[place].shape[0])
-        grads = [integers(rows, len(weight)) for weight in weights]
+        bias = integers(place, len(weights[place]), dtype=F64)
+        grads = [integers(8 + place, rows, len(weight), dtype=F64) for weight in weights]
         plain = [t.clone().requires_grad_() for t in (x, *weights, bias)]
         outs = [plain[0] @ w.t() for w in plain[1:3]]
         outs[place] = outs[place] + plain[3]
