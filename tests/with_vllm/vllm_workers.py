@@ -33,22 +33,24 @@ class FluxCalls:
     def forget_flux_calls(self) -> None:
         """From here on is counted, by functions around those that the plugin calls."""
         import flux
+        from flux.calls import front
         from flux.ops import add_norm as pair
-        from flux.ops import all_reduce, gemm
+        from flux.ops import gemm
 
         _calls.clear()
         if _counted_already:
             return
         _counted_already.append(True)
         # What compiled graphs call, below the operator.
-        run = all_reduce._whole
+        run = front._among_ranks
 
-        def counted_sum(*args: Any) -> Any:
-            _calls["sums with norm"] += args[2].norm_weight is not None
-            _calls["quantised"] += bool(args[2].quant)
-            return run(*args)
+        def counted_sum(op: front.Collective, call: Any, *args: Any) -> Any:
+            if op.name == "all_reduce":
+                _calls["sums with norm"] += call.end.norm_weight is not None
+                _calls["quantised"] += bool(call.end.quant)
+            return run(op, call, *args)
 
-        all_reduce._whole = counted_sum
+        front._among_ranks = counted_sum
         gemm_ar = flux.gemm_ar
 
         @functools.wraps(gemm_ar)
