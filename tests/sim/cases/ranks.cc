@@ -145,11 +145,14 @@ void all_reduce(uint64_t seed) {
   const auto dtype = draw_dtype(random);
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
   const bool scatters = mode == Mode::kScatter;
-  const int rows = random.between(1, 5), m = scatters ? rows * world_size : rows;
+  // Rows for which shared memory has no room, or not for the norm's weight too.
+  const bool wide = world_size < 4 && !scatters && random.below(6) == 0;
+  const int rows = wide ? 1 : random.between(1, 5), m = scatters ? rows * world_size : rows;
   // Also more vectors than a CTA has threads, and rows that CTAs share.
-  const int n = 8 * (random.below(4) == 0 ? random.between(520, 760) : random.between(1, 100));
-  const int num_sms = random.between(1, 4);
-  const bool adds = !scatters && random.below(2), norms = !scatters && random.below(2);
+  const int vectors = random.below(4) == 0 ? random.between(520, 760) : random.between(1, 100);
+  const int n = 8 * (wide ? random.one_of({1600, 3100}) : vectors);
+  const int num_sms = random.one_of({1, 2, 3, 4, 8});  // 8: all, so that launches start early
+  const bool adds = !scatters && random.below(2), norms = wide || (!scatters && random.below(2));
   const bool chained = !scatters && !norms && random.below(3) == 0;  // x is the result of the call before
   const bool in_place = !scatters && !norms && !chained && random.below(3) == 0;
   Random ends(seed);  // of the quantisation
