@@ -59,17 +59,17 @@ struct JobReader {
     cursor.advance();
   }
 
-  // Called by all lanes of a warp; lane 0 reads. Returns whether there is another tile.
-  FLUX_DEVICE bool more(const JobQueue& queue) {
+  // Called by all lanes of a warp; lane 0 reads. Returns the rows of the next tile, or 0.
+  FLUX_DEVICE int rows(const JobQueue& queue) {
     ptx::mbarrier_wait(queue.full(cursor.index), cursor.phase);
     __syncwarp();  // a lane that still waits would miss the phase if lane 0 let the entry be filled again
-    uint32_t rows = 0;
+    int rows = 0;
     if (ptx::lane() == 0) {
-      rows = ptx::load_shared(queue.word(cursor.index, 0));
+      rows = static_cast<int>(ptx::load_shared(queue.word(cursor.index, 0)));
       ptx::mbarrier_arrive(queue.empty(cursor.index));
     }
     cursor.advance();
-    return __shfl_sync(~0u, rows, 0) != 0;
+    return __shfl_sync(~0u, rows, 0);
   }
 };
 

@@ -419,18 +419,20 @@ __global__ void __launch_bounds__(gemm::kNumThreads, 1) sm90_grouped_gemm(
       if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(stage));
     };
     for (;;) {
-      [[maybe_unused]] Job job;
+      Job job = {};
       if constexpr (!kReadsJobs) {
-        if (!jobs.more(queue)) break;
+        job.num_rows = jobs.rows(queue);
       } else {
         job = jobs.read(queue);
         jobs.give_back(queue);
-        if (job.num_rows == 0) break;
       }
+      if (job.num_rows == 0) break;
+      const int blocks = job.num_rows > warpgroup * 64 ? k_blocks : 0;
+      gemm::pass_over(ring, k_blocks - blocks, full, release);
       if constexpr (!kFp8) {
         using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, kMajorB>;
-        gemm::multiply<Mma, 32, gemm::kBStepBytes<kMajorB>, 1, /*kReleasesEarly=*/true>(
-            ring, k_blocks, d, full, operands, release);
+        gemm::multiply<Mma, 32, gemm::kBStepBytes<kMajorB>, 1, /*kReleasesEarly=*/true>(ring, blocks, d, full,
+                                                                                        operands, release);
       } else {
         constexpr int kPartN = kBlockN / gemm::column_parts(kTile);
         float products[kPartN / 2];
@@ -441,7 +443,7 @@ __global__ void __launch_bounds__(gemm::kNumThreads, 1) sm90_grouped_gemm(
         const auto promotion = grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks,
                                                           before + warpgroup * 64, smem, d);
         gemm::multiply_fp8<gemm::E4M3xE4M3, gemm::E5M2xE4M3, kPartN>(
-            params.scales.e5m2, ring, k_blocks, products, full, operands, release, promotion);
+            params.scales.e5m2, ring, blocks, products, full, operands, release, promotion);
         scale_grouped_sums(params.scales, at, params.n, d);
       }
       activate(params.activation, d);

@@ -379,9 +379,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     };
     for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
       const Tile tile = order.at(index, cta);
+      // A branch around the loop would have ptxas serialise the wgmmas.
+      const bool has_rows = tile.m * kBlockM + warpgroup * 64 < params.rows_per_shard;
+      const int blocks = has_rows ? part.num_blocks : 0;
+      pass_over(ring, part.num_blocks - blocks, full, release);
       if constexpr (!kFp8) {
         using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
-        multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, part.num_blocks, d, full, operands, release);
+        multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, blocks, d, full, operands, release);
       } else {
         const Source x = Store::source(params, call, tile);
         if constexpr (kTile.promotes()) {
@@ -401,11 +405,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
               columns.behind,
               columns.boundary,
               /*pairs=*/!params.scales.blocks};
-          multiply_fp8<E4M3xE4M3, E5M2xE4M3, kPartN>(params.scales.e5m2, ring, part.num_blocks, products,
-                                                     full, operands, release, promotion);
+          multiply_fp8<E4M3xE4M3, E5M2xE4M3, kPartN>(params.scales.e5m2, ring, blocks, products, full,
+                                                     operands, release, promotion);
         } else {
           using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
-          multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);
+          multiply<Mma, 32, 32>(ring, blocks, d, full, operands, release);
         }
         const float* const row_scales = Store::row_scales(params, call, tile, x);
         scale_sums(params.scales, row_scales + warpgroup * 64 * params.scales.x_step,

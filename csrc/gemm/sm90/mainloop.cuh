@@ -250,7 +250,18 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
     }
     cute::warpgroup_wait<0>();
     fence_operands(d);
-    release(held);
+    if (num_stages > 0) release(held);
+  }
+}
+
+// Releases the stages of a tile of which this warpgroup has no row: the other one then has the tensor cores for itself.
+template <class Ring, class Full, class Release>
+FLUX_DEVICE void pass_over(Ring& ring, int num_stages, const Full& full, const Release& release) {
+#pragma unroll 1
+  for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
+    ptx::mbarrier_wait(full(ring.index), ring.phase);
+    __syncwarp();  // a lane that still waits would miss the phase if another one let the stage be filled again
+    release(ring.index);
   }
 }
 
