@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory  # defines the operators
-import torch.distributed.distributed_c10d
 
 import flux
 from flux._log import say_once
+from flux.comm.group import process_group
 from flux.fp8.scales import FP8, OUT, Scaling
 from flux.ops.explain import why_unfused
 
 __all__ = ["install", "uninstall"]
 
 _torch_library: Any = torch.library  # parts of these two are not typed
-_c10d: Any = torch.distributed.distributed_c10d
 _symm_mem: Any = torch.distributed._symmetric_memory
 
 Tensor = torch.Tensor
@@ -239,7 +238,7 @@ def _scattered(x: Tensor, b: Tensor, dim: int, group_name: str, reduce_op: str, 
     with torch.no_grad():
         total = flux.gemm_rs(x.movedim(dim, 0), weight, **how)
         if reduce_op == "avg":
-            total /= _world_size(group_name)
+            total /= process_group(group_name).size()
     return total.movedim(0, dim).contiguous()
 
 
@@ -264,7 +263,7 @@ def _all_gather_scaled_matmul(
     if a_scale.numel() > 1:
         rows = a_shard.shape[gather_dim]
         if a_scale.shape[gather_dim] != rows:
-            rank = _c10d._resolve_process_group(group_name).rank()
+            rank = process_group(group_name).rank()
             a_scale = a_scale.narrow(gather_dim, rank * rows, rows)
         a_scale = a_scale.movedim(gather_dim, 0)
     return _gathered(
@@ -338,11 +337,6 @@ def _unscalable(
     return None if a.dtype in FP8 else f"x is of {a.dtype}"
 
 
-def _world_size(group_name: str) -> int:
-    size: int = _c10d._get_group_size_by_name(group_name)
-    return size
-
-
 def _as_weights(bs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     """Matrices [k, n] as weights of flux without a copy, and the value of transpose_weight.
 
@@ -363,13 +357,7 @@ def _runs_fused(
     scaling: Scaling | None = None,
     why_not: str | None = None,
 ) -> bool:
-    """Whether flux runs a call fused; if not, the log says why. Depends only on facts that are equal on all
-    ranks.
-
-    Args:
-        dim: the dimension of x that is gathered or scattered.
-        why_not: it does not, in any case.
-    """
+    """Whether flux runs a call fused, by facts that are equal on all ranks; if not, the log says why."""
     why_not = why_not or _why_not(op, x, bs, dim, group_name, scaling)
     if why_not is not None:
         say_once(f"async_tp: {op} goes through torch: {why_not}")
@@ -379,7 +367,7 @@ def _runs_fused(
 def _why_not(
     op: str, x: Tensor, bs: Sequence[Tensor], dim: int, group_name: str, scaling: Scaling | None
 ) -> str | None:
-    ranks = _world_size(group_name)
+    ranks = process_group(group_name).size()
     if ranks == 1:
         return "the group has one rank"
     if not 0 <= dim < x.dim() - 1:

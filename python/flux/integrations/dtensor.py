@@ -147,8 +147,8 @@ class FluxSharedColwiseParallel(ParallelStyle):
         for i, layer in enumerate(layers):
             distribute_module(layer, device_mesh, self.style._partition_linear_fn)
             layer.forward = partial(shared.output, i)
-        module.register_forward_pre_hook(shared.begin)
-        module.register_forward_hook(shared.end, always_call=True)
+        module.register_forward_pre_hook(partial(shared.turn, True))
+        module.register_forward_hook(partial(shared.turn, False), always_call=True)
         return module
 
 
@@ -375,14 +375,9 @@ class SharedOutputs:
         self._read: list[Tensor] = []  # the tensors from which outputs were computed
         self._state: tuple[Any, ...] = ()
 
-    def begin(self, module: nn.Module, inputs: object) -> None:
-        """Hook at the start of a call of the module."""
-        self._inside = True
-        self._forget()
-
-    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Hook at the end of a call of the module, also if it failed."""
-        self._inside = False
+    def turn(self, inside: bool, *of_call: object) -> None:
+        """Hook at the start of a call of the module, and at its end, also if it failed."""
+        self._inside = inside
         self._forget()
 
     def output(self, i: int, x: Tensor) -> Tensor:

@@ -400,7 +400,8 @@ def test_what_flux_does_not_fuse_says_so_once(caplog: pytest.LogCaptureFixture) 
     x = mock.Mock(spec=torch.Tensor, shape=(8, 16), dtype=torch.float32, is_cpu=False)
     x.dim.return_value = 2
     reason = "kernels take bfloat16 and float16, not float32"
-    sizes = mock.patch.object(async_tp, "_world_size", side_effect=[1, 1, 2, 2, 2, 2])
+    group = mock.Mock(**{"size.side_effect": [1, 1, 2, 2, 2, 2]})
+    sizes = mock.patch.object(async_tp, "process_group", lambda _: group)
     with caplog.at_level(logging.WARNING, "flux"), sizes:
         for _ in range(2):
             assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, "tp")

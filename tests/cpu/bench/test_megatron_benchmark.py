@@ -19,10 +19,7 @@ from megatron_models import needs_megatron
 OWN = {"stock", "flux", "flux, gathered x kept"}
 DISPATCHED = {"stock, alltoall", "stock, grouped GEMM", "stock, alltoall, grouped GEMM"}
 
-
 benchmark = script("megatron_model")
-
-
 whole = script("whole_models")
 
 

@@ -4,6 +4,7 @@ test_megatron_te.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from megatron_models import (
     replicas,
     summed_grads,
 )
-from test_megatron_moe import equal_to_stock, groups, train
+from test_megatron_moe import equal_to_stock, groups, train, weights_without_copies
 
 ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,26 +70,11 @@ def grouped_data_parallelism(rank: int, world_size: int, layout: dict[str, Any])
     assert_alike(grads[2], grads[0])
 
 
-def grouped_weights_lie_in_one_tensor(rank: int, world_size: int, layout: dict[str, Any]) -> None:
-    """After either conversion no pass copies weights. Those that were replaced are copied, with the same
-    result, until the model is converted again.
-    """
-    from flux.integrations.megatron import convert_model
-
-    config = grouped_config(layout, **SWIGLU)
+def grouped_weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """After either conversion."""
     for by_model in (False, True):
-        stock, ours = grouped_pair(config, rank, by_model=by_model)
-        expected = train(stock, rank)[:2]
-        for expected_copies in (0, 8, 0):
-            with copies(ours) as copied:
-                got = train(ours, rank)[:2]
-            assert copied() == expected_copies, "two layers of two products, forward and backward"
-            assert_alike(got, expected)
-            if expected_copies:
-                convert_model(ours)
-            else:
-                for p in of_experts(ours).values():
-                    p.data = p.data.clone()
+        pair = partial(grouped_pair, by_model=by_model)
+        weights_without_copies(rank, world_size, layout, grouped_config(layout, **SWIGLU), pair)
 
 
 def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
@@ -98,16 +84,8 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     from flux.integrations.megatron import coverage
 
     told = Told()
-    stock, ours = grouped_pair(grouped_config(layout), rank)
-    expected = train(stock, rank)[:2]
-    layer = ours.decoder.layers[0].mlp
+    layer = grouped_pair(grouped_config(layout), rank)[1].decoder.layers[0].mlp
     config, experts = layer.config, layer.experts
-    hook = experts.linear_fc2.register_forward_pre_hook(lambda *_: None)
-    loss, grads, calls = train(ours, rank)
-    assert len(calls) == 3, "the other layer has no hooks"
-    assert_alike((loss, grads), expected)
-    hook.remove()
-    assert len(train(ours, rank)[2]) == 6
     # Beside those of all experts (test_megatron_moe.py).
     alternate = {"gated_linear_unit": True, "moe_mlp_glu_interleave_size": 32}
     in_fp8 = {"bias_activation_fusion": True, "activation_func_fp8_input_store": True}
@@ -144,7 +122,6 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     assert not calls
     assert_alike((loss, grads), train(stock, rank)[:2])
     assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer runs" in m] == [
-        ["FluxMoELayer runs in Megatron's own code", "hooks run before its experts"],
         ["FluxMoELayer runs in Megatron's own code", "its activation is recomputed"],
     ]
 
@@ -173,7 +150,7 @@ def grouped_parametrized_and_replaced(rank: int, world_size: int, layout: dict[s
 ALL = (
     grouped_equal_to_stock,
     grouped_data_parallelism,
-    grouped_weights_lie_in_one_tensor,
+    grouped_weights_without_copies,
     grouped_falls_back,
     grouped_parametrized_and_replaced,
 )

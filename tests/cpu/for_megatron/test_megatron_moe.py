@@ -82,7 +82,8 @@ def facts(model: Any, rank: int) -> dict[str, Any]:
     described = {}
     for name, value in model.sharded_state_dict(metadata=metadata).items():
         shape = getattr(value, "local_shape", None)
-        described[name] = (value.key, getattr(value, "global_shape", None), value.replica_id, shape)
+        of_whole = (getattr(value, name, None) for name in ("global_shape", "global_offset"))
+        described[name] = (value.key, *of_whole, value.replica_id, shape)
     return described
 
 
@@ -311,14 +312,15 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
     assert not [m for m in told.messages if "FluxMoELayer" in m], told.messages
 
 
-def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+def weights_without_copies(
+    rank: int, world_size: int, layout: dict[str, Any], config: Any = None, pair: Any = moe_pair
+) -> None:
     """Each pass reads the experts' weights where they lie: laid out at conversion, and in the buffer of the
     distributed optimizer. The results are those of copies.
     """
     from flux.integrations.megatron import convert_model
 
-    config = make_moe_config(layout, **SWIGLU)
-    stock, ours = moe_pair(config, rank)
+    stock, ours = pair(config or make_moe_config(layout, **SWIGLU), rank)
 
     def addresses() -> list[int]:
         return [p.data_ptr() for p in of_experts(ours).values()]

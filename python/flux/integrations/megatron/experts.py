@@ -112,7 +112,9 @@ class _Layer(torch.autograd.Function):
         weight = stacked(weights, ctx.places)[0].to(x.dtype)
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
         if needs_scores and torch.is_grad_enabled():
-            routing = routing._replace(weights=_of_all_ranks(scores, routing))
+            rows = padded(scores.float(), routing.max_tokens)
+            everywhere = all_gather(rows, group=routing.group_name)  # a function of this rank's
+            routing = routing._replace(weights=everywhere.view(routing.weights.shape))
         of_weights: OfWeights | None = partial(_of_weights, ctx.collecting) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:
             of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
@@ -131,23 +133,15 @@ class _Layer(torch.autograd.Function):
 _apply: Any = _Layer.apply
 
 
-def _of_all_ranks(scores: Tensor, routing: Routing) -> Tensor:
-    """A routing's weights as a function of this rank's, for gradients of gradients."""
-    rows = padded(scores.float(), routing.max_tokens)
-    return all_gather(rows, group=routing.group_name).view(routing.weights.shape)
-
-
 def _defer(
     deferred: DeferredGrads,
     leaves: Sequence[Tensor],
     needs: Sequence[bool],
     of_weights: OfWeights,
-    grad: Tensor,
-    x: Tensor,
-    offsets: Tensor,
+    *operands: Tensor,
 ) -> list[None]:
     def compute() -> None:
-        for leaf, needed, made in zip(leaves, needs, of_weights(grad, x, offsets), strict=True):
+        for leaf, needed, made in zip(leaves, needs, of_weights(*operands), strict=True):
             if needed:
                 store_grad(leaf, made)
 
@@ -162,7 +156,8 @@ def _of_weights(
     if not collecting:
         return expert_grads(grad, x, offsets).unbind()
     main_grads = [weight.main_grad for weight in collecting]
-    whole = as_one(main_grads)
+    places = _places(main_grads)
+    whole = None if places is None else _whole(main_grads, places)
     if whole is not None and main_grads[0].numel() > _ADDED_AT_ONCE and not uses_kernel(grad, x, whole):
         whole = None
     add_expert_grads(grad, x, offsets, main_grads if whole is None else whole)
@@ -207,14 +202,6 @@ def stacked(weights: Sequence[Tensor], before: Places | None = None) -> tuple[Te
             say_once("weights of a layer's experts do not lie at equal distances: each pass copies them")
         return torch.stack(list(weights)), None
     return _whole(weights, places), places
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """A view [E, N, K] of E tensors [N, K] that lie at equal distances, such as the main_grads of a layer's
-    experts; else None.
-    """
-    places = _places(tensors)
-    return None if places is None else _whole(tensors, places)
 
 
 def _whole(tensors: Sequence[Tensor], places: Places) -> Tensor:
