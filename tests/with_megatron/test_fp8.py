@@ -29,6 +29,7 @@ from megatron_models import (
     stock_spec,
     token_losses,
 )
+from references import all_gather, all_reduce, reduce_scatter
 
 from flux.ops.quantize import dequantized, quantize
 from flux.testing import scaled_bound
@@ -164,26 +165,17 @@ def near(
     sequence_parallel: bool,
 ) -> None:
     if sequence_parallel and not sums:
-        rows = every(rows)
+        rows = all_gather(rows)
     quant = ("group128", "block128") if by_block else ("tensor", "tensor")
     q, scale_x = quantize(rows, quant[0], dtype=dtype, ue8m0=by_block)  # type: ignore[arg-type]
     w, scale_w = quantize(weight, quant[1], ue8m0=by_block)  # type: ignore[arg-type]
     exact = dequantized(q, scale_x, quant[0]).double() @ dequantized(w, scale_w, quant[1]).double().t()
     bound = scaled_bound(q, scale_x, w, scale_w, exact, torch.float32)
     if sums:
-        dist.all_reduce(exact)
-        dist.all_reduce(bound)
-        if sequence_parallel:
-            rank, p = dist.get_rank(), dist.get_world_size()
-            exact, bound = exact.chunk(p)[rank], bound.chunk(p)[rank]
+        total = reduce_scatter if sequence_parallel else all_reduce
+        exact, bound = total(exact), total(bound)
     error = (got.flatten(0, 1).double() - exact).abs()
     assert (error <= bound).all(), f"{(error / bound).max()} of the bound"
-
-
-def every(rows: Tensor) -> Tensor:
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows.contiguous())
-    return torch.cat(parts)
 
 
 def models_train(rank: int, p: int) -> None:
@@ -292,14 +284,16 @@ def refused(rank: int, p: int) -> None:
         vars(asked).update(change)
         with pytest.raises(ValueError) as raised:
             FluxColumnParallelLinear(8, 4 * p, config=asked, **how)
-        assert str(raised.value).startswith(f"FluxColumnParallelLinear: {told}"), raised.value
+        option = [*change][-1].replace("quant_recipe", "te_precision_config_file").replace("_", "-")
+        found, advice = str(raised.value).split("; in scripts: ")
+        assert found.startswith(f"FluxColumnParallelLinear: {told}") and f"--{option}" in advice, raised.value
         layer = ColumnParallelLinear(8, 4 * p, config=config, **how)
         layer.config = asked
         with pytest.raises(ValueError, match="FluxColumnParallelLinear: config"):
             convert_model(torch.nn.Sequential(layer))
     experts = make_config(sequence_parallel=True, **MIXTURE)
     experts.fp8, experts.fp8_recipe = "hybrid", "tensorwise"  # its constructor looks for Transformer Engine
-    with pytest.raises(ValueError, match="fp8: expected None for layers of single experts"):
+    with pytest.raises(ValueError, match="None for layers of single experts.*--moe-grouped-gemm"):
         make_model(experts, convert_spec(stock_spec(experts)))
 
 

@@ -28,6 +28,14 @@ except ImportError:
     FP8GlobalStateManager = None
 
 _SCALINGS: dict[str, Any] = {"tensorwise": "tensor", "blockwise": "block"}
+_FLAGS = {  # of Megatron-LM's scripts, for options whose values flux does not serve
+    "fp4": "no --fp4-format",
+    "fp8": "--fp8-format hybrid, and --moe-grouped-gemm for experts",
+    "fp8_param": "no --fp8-param-gather",
+    "fp8_recipe": "--fp8-recipe tensorwise",
+    "first_last_layers_bf16": "no --first-last-layers-bf16",
+    "quant_recipe": "no --te-precision-config-file",
+}
 _GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 _Module: Any = torch.nn.Module  # with attributes of Megatron's classes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -291,13 +299,12 @@ def _recipe_of(name: str, config: Any, is_expert: bool = False) -> Fp8 | None:
         ValueError: in fp4, or in fp8 in a way that flux.layers does not. Megatron's own classes compute in
             neither, so the layer would silently train in 16 bits.
     """
-    if config.fp4:
-        raise ValueError(f"{name}: config.fp4: expected None, got {config.fp4!r}; leave such specs alone")
-    if not config.fp8:
+    if not (config.fp8 or config.fp4):
         return None
     # Some releases have an enumeration here, some plain strings.
     recipe = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
     unserved = {
+        f"fp4: expected None, got {config.fp4!r}": config.fp4,
         f"fp8_recipe: expected 'tensorwise' or 'blockwise', got {recipe!r}": recipe not in _SCALINGS,
         f"fp8: expected 'e4m3' or 'hybrid', got {config.fp8!r}": config.fp8 not in _GRADIENTS,
         "fp8_param: expected False: flux reads weights in 16 or 32 bits": config.fp8_param,
@@ -311,5 +318,6 @@ def _recipe_of(name: str, config: Any, is_expert: bool = False) -> Fp8 | None:
     }
     for reason, holds in unserved.items():
         if holds:
-            raise ValueError(f"{name}: config.{reason}; leave such specs alone")
+            flags = _FLAGS[reason.partition(":")[0]]
+            raise ValueError(f"{name}: config.{reason}; in scripts: {flags}; or leave such specs alone")
     return Fp8(_SCALINGS[recipe], grad_dtype=_GRADIENTS[config.fp8], weight_grads=config.fp8_wgrad)
