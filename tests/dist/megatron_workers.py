@@ -5,10 +5,9 @@ Everything here also runs between CPU processes, where that is slow.
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from megatron_models import (
 from flux.comm import registry
 from flux.testing import tolerance
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # With these flux's kernels take every product: all sizes are multiples of 8 on up to four ranks.
 LARGE: dict[str, Any] = {"hidden_size": 512, "params_dtype": torch.bfloat16, "bf16": True}
@@ -316,14 +314,6 @@ def graphed_as_eager(models: list[Any], seed: int, batch: int) -> list[str]:
     return wrong
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_gpt", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
-
-
 def loss_curves(rank: int, p: int, steps: int) -> list[str]:
     """The example: flux may be ahead of stock, or behind it, by a tenth of the steps.
 
@@ -331,7 +321,10 @@ def loss_curves(rank: int, p: int, steps: int) -> list[str]:
     But a model whose gradients are good learns as fast. One rank's part of them missing, or a tile of an
     earlier call now and then, slows that down or ends it.
     """
-    example, late = load_example(), steps // 10
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import megatron_gpt as example
+
+    late = steps // 10
     example.initialise(p)
     stock, ours = (
         example.train(example.build(p, on_flux), steps + (0 if on_flux else late), example.device_of(p))

@@ -121,9 +121,8 @@ def grouped_falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> No
     loss, grads, calls = train(ours, rank)
     assert not calls
     assert_alike((loss, grads), train(stock, rank)[:2])
-    assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer runs" in m] == [
-        ["FluxMoELayer runs in Megatron's own code", "its activation is recomputed"],
-    ]
+    (said,) = [m for m in told.messages if "FluxMoELayer runs" in m]
+    assert said.endswith("runs in Megatron's own code: its activation is recomputed")
 
 
 def grouped_parametrized_and_replaced(rank: int, world_size: int, layout: dict[str, Any]) -> None:
