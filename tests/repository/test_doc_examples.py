@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +132,7 @@ def megatron(rank: int) -> dict[str, Any]:
         **common(rank),
         "GPTModel": gpt,
         "config": config,
+        "recipe": SimpleNamespace(model=SimpleNamespace()),  # of Megatron-Bridge
         "get_gpt_layer_local_spec": lambda: stock_spec(config),
         "vocab_size": 64,
         "sequence_length": 16,

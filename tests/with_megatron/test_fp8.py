@@ -239,7 +239,7 @@ def main_grads(rank: int, p: int) -> None:
             ours(x.requires_grad_())[0].backward(grad)
             assert torch.equal(ours.weight.main_grad, 1 + expected)
             ours.flux_accumulates = False
-            ours._delay(True)
+            ours._begin(ours.flux_fp8, True)
             assert passed(ours, x.detach(), grad)[2] is None
             ours.backward_dw()
             assert torch.equal(ours.weight.grad, expected)

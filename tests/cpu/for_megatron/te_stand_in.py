@@ -106,6 +106,7 @@ class Linear(ExtraState, nn.Module):
         }.get((self.parallel_mode, kind) if self.tp_size > 1 else ("", ""))
         if on_ranks is not None and self.parallel_mode == "column":
             inp = on_ranks(inp, group=self.tp_group)
+        self.rows = inp
         y = inp @ self.weight.t() if self.waiting is None else _Delayed.apply(inp, self.weight, self.waiting)
         if on_ranks is not None and self.parallel_mode == "row":
             y = on_ranks(y, group=self.tp_group)
@@ -154,7 +155,7 @@ class LayerNormLinear(Linear):
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        assert not options.get("return_layernorm_output")
+        self.return_layernorm_output = self.return_layernorm_output_gathered = False
         like = {"dtype": self.weight.dtype, "device": self.weight.device}
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         of_norm = norm_parameters(
@@ -164,7 +165,12 @@ class LayerNormLinear(Linear):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         of_norm = (self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return super().forward(norm(inp, *of_norm, self.zero_centered_gamma))
+        x = norm(inp, *of_norm, self.zero_centered_gamma)
+        y = super().forward(x)
+        if not self.return_layernorm_output:
+            return y
+        x = self.rows if self.return_layernorm_output_gathered else x
+        return (*y, x) if self.return_bias else (y, x)
 
 
 def norm_parameters(

@@ -16,6 +16,7 @@ import pytest
 import te_stand_in
 import torch
 from cases import Answers, by_name, run_scenarios
+from megatron_bridge_steps import layers_in_adapters
 from megatron_models import (
     KINDS,
     RECOMPUTED,
@@ -210,7 +211,7 @@ def fp8_contexts(rank: int, world_size: int) -> None:
 SCENARIOS = by_name(
     equal_to_stock, selective_recomputation, the_command_line, fp32_residual, delayed_gradients, fp8_contexts
 )
-IN_LAYOUTS = {"TP 2": steps.ALL[:1], "EP 2": steps.ALL}
+IN_LAYOUTS = {"TP 2": (layers_in_adapters, *steps.ALL[:1]), "EP 2": (layers_in_adapters, *steps.ALL)}
 NAMES = [f"{layout}: {each.__name__}" for layout, part in IN_LAYOUTS.items() for each in part]
 
 

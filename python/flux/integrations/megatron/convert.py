@@ -33,7 +33,7 @@ from flux.integrations.megatron.linear import (
     FluxRowParallelLinear,
     adopt,
 )
-from flux.integrations.megatron.moe import GROUPED_LINEARS, FluxMoELayer
+from flux.integrations.megatron.moe import GROUPED_LINEARS, OF_TRANSFORMER_ENGINE, FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
 
 # Norms of Apex and Transformer Engine stay: they know sequence parallelism.
@@ -50,10 +50,6 @@ _REPLACEMENTS: dict[Hashable, type] = {
 _COMPARED = ("linear_q_down_proj", "linear_kv_down_proj")
 _FLUX = frozenset(_REPLACEMENTS.values())
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
-# Stand-ins if Transformer Engine is missing.
-_OF_TRANSFORMER_ENGINE = tuple(
-    cls for name, cls in vars(te).items() if isinstance(cls, type) and name[:2] == "TE" and "Linear" in name
-)
 
 
 def convert_spec(spec: Any, *, allow_unchanged: bool = False) -> Any:
@@ -372,15 +368,13 @@ _EMBEDDING = "it looks rows up: there is no product to fuse its communication wi
 
 
 def _coverage(module: torch.nn.Module, name: str) -> Iterator[tuple[str, str | None]]:
-    skipped: Any = None
     if isinstance(module, (FluxLinear, FluxMoELayer)):
         yield name, module.why_never()
     elif isinstance(module, VocabParallelEmbedding):
         yield name, _EMBEDDING
-    elif isinstance(module, (ColumnParallelLinear, RowParallelLinear, MoELayer, *_OF_TRANSFORMER_ENGINE)):
+    elif isinstance(module, (ColumnParallelLinear, RowParallelLinear, MoELayer, *OF_TRANSFORMER_ENGINE)):
         yield name, f"its class is {type(module).__name__}"
-    if isinstance(module, MoELayer):
-        skipped = module.experts
+    skipped = module.experts if isinstance(module, MoELayer) else None
     for part, child in module.named_children():
         if child is not skipped:
             yield from _coverage(child, f"{name}.{part}".lstrip("."))

@@ -112,6 +112,10 @@ def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
 class FluxLinear(_Module):  # type: ignore[misc]
     """Base of both layers. Must precede Megatron's class among the bases."""
 
+    # How its weight is split: Megatron-Bridge and Megatron-FSDP ask so modules whose names they do not know.
+    tensor_model_parallel = True
+    partition_dim: int
+
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
         recipe = _recipe_of(type(self).__name__, config, options.get("is_expert", False))
         # Megatron refuses the option without Apex, which flux does not need.
@@ -119,9 +123,7 @@ class FluxLinear(_Module):  # type: ignore[misc]
         quiet.gradient_accumulation_fusion = False
         super().__init__(*args, config=quiet, **options)
         self.config = config
-        prepare_capture(config, self.tp_group)
-        self.flux_fp8 = recipe
-        self._delay(getattr(config, "delay_wgrad_compute", False))
+        self._begin(recipe, getattr(config, "delay_wgrad_compute", False))
         self.flux_accumulates = config.gradient_accumulation_fusion
         self.gradient_accumulation_fusion = (
             config.gradient_accumulation_fusion and megatron_layers._grad_accum_fusion_available
@@ -162,8 +164,11 @@ class FluxLinear(_Module):  # type: ignore[misc]
         is_on = FP8GlobalStateManager is None or FP8GlobalStateManager.is_fp8_enabled()
         return self.flux_fp8 if is_on else None
 
-    def _delay(self, is_delayed: bool) -> None:
-        """Whether backward_dw computes gradients of the weight."""
+    def _begin(self, recipe: Fp8 | None, is_delayed: bool) -> None:
+        """After Megatron's constructor. is_delayed: backward_dw computes gradients of the weight."""
+        prepare_capture(self.config, self.tp_group)
+        self.flux_fp8 = recipe
+        self.tp_size = self.tp_group.size()  # for Megatron-Bridge's adapters of Mamba layers
         self.flux_deferred = DeferredGrads() if is_delayed else None
         self._flux_hooks: list[Callable[[], None]] = []
         if is_delayed and self.weight is not None:
@@ -214,6 +219,7 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
         assert product.shape[-1] == 8
     """
 
+    partition_dim = 0
     flux_saves_gathered: SaveGathered = False
 
     def why_never(self) -> str | None:
@@ -249,6 +255,8 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
         assert total.shape[-1] == 32
     """
 
+    partition_dim = 1
+
     @property
     def replicated_parameters(self) -> tuple[str, ...]:
         """For flux.layers.reduce_replicated_grads: each rank adds the bias to its rows."""
@@ -274,10 +282,8 @@ def adopt(layer: torch.nn.Module, cls: type[FluxLinear], may_be_fp8: bool = True
     recipe = _recipe_of(cls.__name__, layer.config, getattr(layer, "is_expert", False))
     layer.__class__ = cls
     assert isinstance(layer, FluxLinear)
-    prepare_capture(layer.config, layer.tp_group)
-    layer.flux_fp8 = recipe if may_be_fp8 else None
     # As stock layers: Megatron calls backward_dw of some of them only, not of the output layer.
-    layer._delay(False)
+    layer._begin(recipe if may_be_fp8 else None, is_delayed=False)
     layer.flux_accumulates = layer.gradient_accumulation_fusion
     if getattr(layer.config, "delay_wgrad_compute", False):
         say_once(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import distributed_data_parallel as data_parallel
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -27,6 +28,10 @@ from flux.moe.routing import MAX_TOP_K
 
 Tensor = torch.Tensor
 _LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
+# Stand-ins if Transformer Engine is missing.
+OF_TRANSFORMER_ENGINE = tuple(
+    cls for name, cls in vars(te).items() if isinstance(cls, type) and name[:2] == "TE" and "Linear" in name
+)
 # Transformer Engine's, of grouped experts; None or stand-ins if it is missing.
 GROUPED_LINEARS = tuple(
     getattr(te, name, None) for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
@@ -80,13 +85,12 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         self.flux_ep_size = groups.tp_ep.size() // groups.expt_tp.size()
         self.flux_unfit = self._reason(groups)
         self.flux_accumulates = self.config.gradient_accumulation_fusion
+        self._modules_below = _Modules(self.experts)
         # Of fc1 and fc2; only if the experts are flux's, whose backward_dw completes the gradients.
-        delays = all(
-            isinstance(layer, FluxLinear) and layer.flux_deferred is not None for layer in self._linears()
-        )
+        linears = self._modules_below.linears
+        delays = all(isinstance(layer, FluxLinear) and layer.flux_deferred is not None for layer in linears)
         self._deferred = tuple(DeferredGrads() if delays else None for _ in range(2))
         self._flux_runs = False
-        self._modules_below = _Modules(self.experts)
         self._dispatchers = {False: self.token_dispatcher}
         if self.flux_unfit is None:
             self._dispatchers[True] = _NoDispatcher(
@@ -98,8 +102,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         """Moves the experts' weights of fc1 into one tensor, and those of fc2 into another, so that no pass
         copies them. Leaves those alone that share memory already.
         """
-        if self.flux_unfit is None:
-            self._look_below()
+        if self.why_never() is None:
             for name in _LINEARS:
                 lay_out(self._weights(name))
 
@@ -111,12 +114,14 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
 
     def why_never(self) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
+        if self.flux_unfit is None and not self._look_below().are_known:
+            return "other modules are around its experts' linear layers, such as adapters"
         return self.flux_unfit
 
     def _reason(self, groups: Any) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
         config = self.config
-        are_grouped = _are_grouped(self.experts)
+        are_grouped = type(self.experts) is TEGroupedMLP
         reasons = {
             "the group of its experts has one rank": groups.tp_ep.size() == 1,
             f"its experts are {type(self.experts).__name__}, neither SequentialMLP nor TEGroupedMLP": (
@@ -144,13 +149,13 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
 
     def _why_not(self, x: Tensor) -> str | None:
         """Why this call runs in Megatron's own code, or None. The same on all ranks."""
-        if self.flux_unfit is not None:
-            return self.flux_unfit
+        if (never := self.why_never()) is not None:
+            return never
         if self.token_dispatcher not in self._dispatchers.values():
             return "another dispatcher was chosen for this call"  # such as that of the inference engine
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
-        below = self._look_below()
+        below = self._modules_below
         if not all(_only_fetches(hook) for _, hook in below.hooks()):
             return "hooks run before its experts"  # flux does not call these modules
         if transforms.enabled(x.device):
@@ -220,10 +225,6 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             self._modules_below = _Modules(self.experts)
         return self._modules_below
 
-    def _linears(self) -> list[torch.nn.Module]:
-        owners = getattr(self.experts, "local_experts", (self.experts,))  # grouped: both hold all experts
-        return [getattr(owner, name, owner) for owner in owners for name in _LINEARS]
-
     def _weights(self, name: str) -> list[Tensor]:
         """Of the experts' fc1 or fc2. The last expert comes first, as in `chosen`."""
         below = self._modules_below
@@ -264,6 +265,10 @@ class _Modules:
         self._all = list(experts.modules())
         self._children = [module._modules.copy() for module in self._all]
         self._owners: dict[str, list[tuple[Any, str]]] = {}
+        parents = getattr(experts, "local_experts", (experts,))  # grouped: both hold all experts
+        self.linears = [getattr(parent, name, parent) for parent in parents for name in _LINEARS]
+        parallel = (ColumnParallelLinear, RowParallelLinear, *OF_TRANSFORMER_ENGINE)
+        self.are_known = all(isinstance(linear, parallel) for linear in self.linears)
         self._only_weights = False  # of the experts: whether there are no other parameters, once it is known
 
     def are_of(self, experts: torch.nn.Module) -> bool:
@@ -277,7 +282,7 @@ class _Modules:
         """
         if name not in self._owners:
             experts: Any = self._all[0]
-            if _are_grouped(experts):
+            if type(experts) is TEGroupedMLP:
                 linear = getattr(experts, name)
                 found = [(linear, weight) for weight in _names_of_weights(linear)]
             else:
@@ -316,10 +321,6 @@ class _NoDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
-
-
-def _are_grouped(experts: torch.nn.Module) -> bool:
-    return type(experts) is TEGroupedMLP
 
 
 def _names_of_weights(linear: Any) -> list[str]:

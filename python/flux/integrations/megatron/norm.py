@@ -4,9 +4,12 @@ column-parallel layer, as Transformer Engine has them.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import nn
 
 from flux.integrations.megatron.linear import FluxColumnParallelLinear
@@ -89,7 +92,8 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
 
     The norm is torch's; the rows are gathered after it, so every rank normalises its own only.
 
-    Arguments, parameters, state and results are those of Transformer Engine's class.
+    Arguments, parameters, state and results are those of Transformer Engine's class, also of its attributes
+    return_layernorm_output and return_layernorm_output_gathered.
 
     Raises:
         ValueError: config.normalization is neither LayerNorm nor RMSNorm.
@@ -103,6 +107,8 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
         product, bias = layer(torch.randn(4, 1, 32))
         assert product.shape[-1] == 8
     """
+
+    return_layernorm_output = return_layernorm_output_gathered = False
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -118,4 +124,19 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
     def forward(self, input_: torch.Tensor, *args: Any, **options: Any) -> Any:
         eps = self.config.layernorm_epsilon
         x = normalise(self.config, input_, self.layer_norm_weight, self.layer_norm_bias, eps)
-        return super().forward(x, *args, **options)
+        product, bias = super().forward(x, *args, **options)
+        if not self.return_layernorm_output:
+            return product, bias
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return ((product, x), None) if bias is None else (product, bias, x)
+
+    def map(self, func: Callable[..., Any], leaf_only: bool = False, **options: Any) -> Any:
+        """For Megatron-Bridge, which replaces modules by this: an adapter around this one is to read x after
+        the norm. Bridge asks layers for it only if they are Transformer Engine's.
+        """
+        known = inspect.signature(func).parameters
+        made = func(self, **{name: value for name, value in options.items() if name in known})
+        if getattr(made, "to_wrap", None) is self:
+            self.return_layernorm_output = True
+        return made
