@@ -22,7 +22,7 @@ from pytest import LogCaptureFixture, MonkeyPatch
 
 import flux
 from flux import _env
-from flux.comm import registry as registry_of_flux
+from flux.comm import workspace as workspace_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph, op, ranges, smoke_test
@@ -253,11 +253,11 @@ def test_a_timeout_is_raised_after_the_step(vllm: Modules, monkeypatch: MonkeyPa
         plugin.register()
     wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(1))
     group, device = mock.Mock(name="group"), torch.device("cpu")
-    monkeypatch.setattr(registry_of_flux, "_turns", {})
-    monkeypatch.setattr(registry_of_flux, "_workspaces", {})
-    its_turn = registry_of_flux.turn(group, device)
+    monkeypatch.setattr(workspace_of_flux, "turns", {})
+    monkeypatch.setattr(workspace_of_flux, "made", {})
+    its_turn = workspace_of_flux.turn(group, device)
     workspace = mock.Mock(check=mock.Mock(return_value=None))
-    registry_of_flux._workspaces[group, device] = workspace
+    workspace_of_flux.made[group, device] = workspace
     lost = flux.CommTimeoutError("gemm_ar", 1, 0, 5)
     if step == "a result that comes later":
         later = types.SimpleNamespace(get_output=lambda: setattr(workspace.check, "side_effect", lost))

@@ -121,7 +121,7 @@ def experts(rank: int, name: str) -> Checks:
         yield "moe_route", ((IDS + rank) % 4, torch.rand(6, 2), 4, ep_size, 6, name, None)
     routing = flux.moe.route((IDS + rank) % 4, torch.rand(6, 2), 4)
     tensors, sizes = [*routing[:10], routing.weights.requires_grad_()], (4, 1, 6, 6)
-    yield "moe_tokens_of_rows", (routing.rows, routing.incoming, *sizes[:3], name)
+    yield "moe_tokens_of_rows", (routing.rows, routing.incoming, *sizes[1:3], name)
     yield "moe_ag_scatter_gemm", (leaf(6, 8), leaf(4, 12, 8), tensors, *sizes, "swiglu", name)
     yield "moe_gemm_gather_rs", (leaf(len(routing.rows), 6), leaf(4, 8, 6), tensors, *sizes, None, name)
     case = scaled_experts("block", 7, 37)
