@@ -52,7 +52,7 @@ def nested_specs(rank: int, world_size: int) -> None:
     built = ours.convert_spec(functools.partial(Builder.as_mlp_submodule, submodules=mlp))
     assert built().linear_fc2 is ours.FluxRowParallelLinear
     kept = ModuleSpec(
-        object, {"kept": 1}, MLPSubmodules(te.TELayerNormColumnParallelLinear), {"also": "kept"}
+        object, {"kept": 1}, MLPSubmodules(te.TELayerNormColumnParallelLinear, None), {"also": "kept"}
     )
     made_of = ours.convert_spec(kept)
     assert made_of.submodules.linear_fc1 is ours.FluxLayerNormColumnParallelLinear
