@@ -72,6 +72,7 @@ void grouped_wgrad(uint64_t seed) {
   const int n = 8 * random.one_of({1, 8, random.between(1, 17), random.between(17, 40)});
   const int k = 8 * random.one_of({1, 32, random.between(1, 33), random.between(33, 70)});
   start(seed, 1, random.one_of({2, 4, 8}), random, 2);
+  sim::machine.config.late_stores = true;
 
   std::vector<int32_t> offsets = {0};
   for (int expert = 0; expert < experts; ++expert) {
@@ -110,15 +111,14 @@ void grouped_wgrad(uint64_t seed) {
 
   std::vector<Sums> sums;
   for (int expert = 0; expert < experts; ++expert) {
-    const auto size = (n * k);
-    Sums sum(size);
+    Sums sum(n * k);
     for (int row = offsets[expert]; row < offsets[expert + 1]; ++row) {
       for (int i = 0; i < n; ++i) {
         for (int j = 0; j < k; ++j) sum[i * k + j] += grad.at(row, i) * x.at(row, j);
       }
     }
-    for (size_t i = 0; adds && i < size; ++i) {
-      sum[i] = out.before[expert * size + i] + kCalls * sum[i];
+    for (size_t i = 0; adds && i < sum.size(); ++i) {
+      sum[i] = out.before[expert * sum.size() + i] + kCalls * sum[i];
     }
     sums.push_back(std::move(sum));
   }

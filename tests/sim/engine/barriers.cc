@@ -259,13 +259,14 @@ void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, int rank, c
   }
   // On its way to another CTA, which must not exit before it is there: a relaxed cluster barrier does not wait for it.
   ++cta.in_flight;
-  issue_arrival(barrier, [&cta, &barrier, bar, bytes, where, known = clock.known, stamp = clock.stamp()] {
-    --cta.in_flight;
-    barrier.bytes += bytes;
-    barrier.gathering.all = join(barrier.gathering.all, known);
-    barrier.gathering.stamps.push_back(stamp);
-    arrive(cta, bar, where);
-  });
+  issue_arrival(barrier.queue,
+                [&cta, &barrier, bar, bytes, where, known = clock.known, stamp = clock.stamp()] {
+                  --cta.in_flight;
+                  barrier.bytes += bytes;
+                  barrier.gathering.all = join(barrier.gathering.all, known);
+                  barrier.gathering.stamps.push_back(stamp);
+                  arrive(cta, bar, where);
+                });
   ++clock.now;
 }
 

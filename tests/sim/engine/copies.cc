@@ -124,8 +124,8 @@ static void store_in_group(std::function<std::function<void()>()> read) {
   ++group->writes;
   Launch* const launch = cta.launch;
   ++launch->writes_in_flight;
-  issue(false, [=, done = fiber.copies_done, read = std::move(read),
-                in_flight = std::make_shared<InFlight>(cta)]() mutable {
+  std::function<void()> effect = [=, done = fiber.copies_done, read = std::move(read),
+                                  in_flight = std::make_shared<InFlight>(cta)]() mutable {
     std::function<void()> write = read();
     --group->reads;
     done->wake_all();
@@ -136,7 +136,9 @@ static void store_in_group(std::function<std::function<void()>()> read) {
       done->wake_all();
       --launch->writes_in_flight;
     });
-  });
+  };
+  if (machine.config.late_stores) return issue_arrival(*fiber.copies_done, std::move(effect));
+  issue(false, std::move(effect));
 }
 
 static void copy_to_global(const void* map_address, uint32_t src, int x, int y, int z, bool adds,
@@ -223,23 +225,23 @@ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
   Cta& to = cta_of_cluster(cta, where);
   checked(here(), src, bytes, "bulk copy", where);
   checked(to, dst, bytes, "bulk copy", where);
-  issue_arrival(
-      known_barrier(to, bar, where), [=, past = issue_past(), from = InFlight(here()), into = InFlight(to)] {
-        const Access access =
-            completing_on("bulk copy", *into.cta, barrier_at(*into.cta, bar, where), past, place_of(where));
-        read_shared(*from.cta, src, bytes, access, /*written_only=*/false);
-        write_shared(*into.cta, dst, bytes, access);
-        copy_unwritten(*from.cta, src, *into.cta, dst, bytes);  // padding may travel too
-        std::memcpy(into.cta->memory + dst, from.cta->memory + src, bytes);
-        complete_bytes(*into.cta, bar, bytes, where);
-      });
+  issue_arrival(known_barrier(to, bar, where).queue,
+                [=, past = issue_past(), from = InFlight(here()), into = InFlight(to)] {
+                  const Access access = completing_on(
+                      "bulk copy", *into.cta, barrier_at(*into.cta, bar, where), past, place_of(where));
+                  read_shared(*from.cta, src, bytes, access, /*written_only=*/false);
+                  write_shared(*into.cta, dst, bytes, access);
+                  copy_unwritten(*from.cta, src, *into.cta, dst, bytes);  // padding may travel too
+                  std::memcpy(into.cta->memory + dst, from.cta->memory + src, bytes);
+                  complete_bytes(*into.cta, bar, bytes, where);
+                });
 }
 
 void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where) {
   maybe_preempt();
   Cta& to = cta_of_cluster(cta, where);
   checked(to, address, 4, "st.async", where);
-  issue_arrival(known_barrier(to, bar, where), [=, past = issue_past(), into = InFlight(to)] {
+  issue_arrival(known_barrier(to, bar, where).queue, [=, past = issue_past(), into = InFlight(to)] {
     const MBarrier& barrier = barrier_at(*into.cta, bar, where);
     write_shared(*into.cta, address, 4, completing_on("st.async", *into.cta, barrier, past, place_of(where)));
     std::memcpy(into.cta->memory + address, &value, 4);

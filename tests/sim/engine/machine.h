@@ -48,6 +48,7 @@ struct MachineConfig {
   int occupied = 0, occupied_until = 0;
   // Names of kernels that rely on CTAs beginning in the order of their numbers. Those of all others begin in any order.
   std::vector<std::string> ordered = {"sum_over_ranks", "sum_and_norm", "sum_int8_over_ranks"};
+  bool late_stores = false;   // bulk stores read their source as late as arrivals come
   bool reports_races = true;  // false: the case breaks the rules of the operators
   Policy policy;
 };
@@ -207,7 +208,7 @@ struct Machine {
   std::vector<std::unique_ptr<Cta>> ctas;  // resident
   // Asynchronous operations that have been issued. Each has one effect, whose moment the adversary chooses.
   std::vector<std::function<void()>> copies, wgmmas;
-  std::vector<std::pair<MBarrier*, std::function<void()>>>
+  std::vector<std::pair<WaitQueue*, std::function<void()>>>
       arrivals;  // and copies that complete on barriers of other CTAs
   std::vector<Fiber*> polling, sleeping, frozen;
   int turns_to_freeze = 0;
@@ -254,7 +255,7 @@ void wait_polling(const Where& where, std::function<std::string()> reason);
 void wake(Fiber* fiber);
 void maybe_preempt(bool often = false);
 void issue(bool is_wgmma, std::function<void()> effect);
-void issue_arrival(MBarrier& barrier, std::function<void()> effect);
+void issue_arrival(WaitQueue& queue, std::function<void()> effect);
 void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluster, int rank_in_cluster);
 
 // --- shared_memory.cc ---

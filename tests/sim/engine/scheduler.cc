@@ -170,7 +170,7 @@ bool deliver_arrival() {
   if (arrivals.empty()) return false;
   size_t at = machine.draw(arrivals.size());
   for (size_t i = 0; i < arrivals.size() && machine.config.policy.when == Policy::When::kLatest; ++i) {
-    if (arrivals[at].first->queue.waiting.empty()) at = (at + 1) % arrivals.size();
+    if (arrivals[at].first->waiting.empty()) at = (at + 1) % arrivals.size();
   }
   std::swap(arrivals[at], arrivals.back());
   const std::function<void()> effect = std::move(arrivals.back().second);
@@ -351,11 +351,11 @@ void issue(bool is_wgmma, std::function<void()> effect) {
   }
 }
 
-void issue_arrival(MBarrier& barrier, std::function<void()> effect) {
+void issue_arrival(WaitQueue& queue, std::function<void()> effect) {
   if (machine.config.policy.when == Policy::When::kEarliest) {
     effect();
   } else {
-    machine.arrivals.emplace_back(&barrier, std::move(effect));
+    machine.arrivals.emplace_back(&queue, std::move(effect));
   }
 }
 
