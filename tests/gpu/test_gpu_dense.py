@@ -329,13 +329,16 @@ def test_gemm(n: int, k: int) -> None:
     assert outside.differing > 0 or (n, k) != (1280, 4096), "this problem can fail"
 
 
+def operands(world_size: int, n: int, k: int) -> list[list[torch.Tensor]]:
+    """POOL rows of x, and the weight, of each rank."""
+    return [[normal(100 * i + r, rows, k) for r in range(world_size)] for i, rows in enumerate((POOL, n))]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), PROBLEMS)
 def test_gemm_rs_and_ag_gemm(world_size: int, n: int, k: int) -> None:
     rng, ranks = random.Random(n), EmulatedRanks(world_size)
-    xs, weights = (
-        [normal(100 * i + r, rows, k) for r in range(world_size)] for i, rows in ((0, POOL), (1, n))
-    )
+    xs, weights = operands(world_size, n, k)
     scattered, gathered, own_not_rounded = Bits(), Bits(), Bits()
     for shard in SIZES:
         m, batch = shard * world_size, drawn(rng, shard * world_size)
@@ -360,9 +363,7 @@ def test_gemm_rs_and_ag_gemm(world_size: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("n", "k"), PROBLEMS)
 def test_gemm_ar_and_sums(world_size: int, n: int, k: int) -> None:
     rng, ranks = random.Random(n), EmulatedRanks(world_size)
-    xs, weights = (
-        [normal(100 * i + r, rows, k) for r in range(world_size)] for i, rows in ((0, POOL), (1, n))
-    )
+    xs, weights = operands(world_size, n, k)
     terms, residual = [normal(300 + r, POOL, n) for r in range(world_size)], normal(400, POOL, n)
     norm_weight = normal(500, n)
     summed, reduced, normed = Bits(), Bits(), Bits()
