@@ -92,7 +92,7 @@ class Collective:
         return self.call(**given)
 
 
-def scaling(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
+def scaling_of(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
     """The last arguments of a torch operator (fp8.NAMES): none for a call without fp8 operands."""
     if scale_x is not None or scale_w is not None:
         return scale_x, scale_w, fp8.DEFAULT_OUT if out_dtype is None else out_dtype, accumulate

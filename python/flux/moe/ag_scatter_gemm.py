@@ -79,7 +79,7 @@ def ag_scatter_gemm(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert rows.shape == (6 * p, 16)
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if (done := known(_layer.number, x, weight, routing, activation, scaling)) is not None:
         return done
     return enter(_layer, Layer(x, weight, routing, activation), scaling)

@@ -78,7 +78,7 @@ def gemm_gather_rs(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is None and (done := known(_layer.number, x, weight, routing, None, scaling)) is not None:
         return done
     return enter(_layer, Layer(x, weight, routing, wire=wire), scaling)

@@ -85,7 +85,7 @@ class Operator:
 def known(
     op: int, x: Tensor, weight: Tensor, routing: Routing, activation: str | None, scaling: tuple[Any, ...]
 ) -> Tensor | None:
-    """The result of a known call, or None. scaling: of front.scaling."""
+    """The result of a known call, or None. scaling: of front.scaling_of."""
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
     calls = repeat.of(routing.group_name)

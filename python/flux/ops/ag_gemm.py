@@ -148,7 +148,7 @@ def ag_gemm(
     count = len(weight) if many else None
     checks.list_like("ag_gemm", "bias", bias, count)
     checks.list_like("ag_gemm", "out", out, count)
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if scaling:
         checks.list_like("ag_gemm", "scale_w", scale_w, count)
         scaling = (scaling[0], scale_w if many or scale_w is None else [scale_w], *scaling[2:])

@@ -74,7 +74,7 @@ def gemm(
         (q, scale_x), (w, scale_w) = flux.quantize(x, "row"), flux.quantize(weight, "row")
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         given = (GEMM.number, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         done = repeat.without_group().call(*given)

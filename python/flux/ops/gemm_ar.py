@@ -125,7 +125,7 @@ def gemm_ar(
         normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     quantised = norm_and_quant.arguments("gemm_ar", quant, quant_scale, ue8m0, return_norm)
     if eps is None:
         eps = checks.norm_eps(x)

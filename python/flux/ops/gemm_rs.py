@@ -72,7 +72,7 @@ def gemm_rs(
         out = flux.gemm_rs(x, weight)
         assert out.shape == (8, 32)  # [M/p, N]
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if wire is None and not torch.compiler.is_compiling() and (calls := repeat.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, weight, bias, transpose_weight, out, *scaling)
         if done is not None:

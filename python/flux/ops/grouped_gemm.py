@@ -75,7 +75,7 @@ def grouped_gemm(
         out = flux.grouped_gemm(x, weight, offsets, activation="silu")
         assert out.shape == (6, 32)
     """
-    scaling = front.scaling(scale_x, scale_w, out_dtype, accumulate, x)
+    scaling = front.scaling_of(scale_x, scale_w, out_dtype, accumulate, x)
     if not torch.compiler.is_compiling():
         known = (GROUPED_GEMM.number, _invariance.active(), x, weight, offsets, rows, activation)
         done = repeat.without_group().call(*known, *scaling, None)

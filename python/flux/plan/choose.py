@@ -15,7 +15,7 @@ from flux.comm import cuda
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NotInvariant, Workspace, expecting_graphs, round_up
 from flux.fp8.products import why_not_torchs
-from flux.fp8.scales import BLOCK
+from flux.fp8.scales import BLOCK, Scaling
 from flux.measured import files
 from flux.measured.times import WAYS as ALL_WAYS
 from flux.measured.times import Model, Modelled, choose, scaled
@@ -289,15 +289,22 @@ def _record(path: str, op: str, problem: PlanInput) -> None:
         file.write(json.dumps(told) + "\n")
 
 
-def problem_of(workspace: Workspace, *problem: Any) -> PlanInput:
-    """m, n, k and dtype, and maybe transpose_weight and scaling, on a workspace."""
-    facts = dict(zip(("m", "n", "k", "dtype", "transpose_weight", "scaling"), problem, strict=False))
+def problem_of(
+    workspace: Workspace,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool = False,
+    scaling: Scaling | None = None,
+) -> PlanInput:
+    """A problem on a workspace."""
     named = ("world_size", "why_not", "num_sms", "transport", "tuning", "left_free")
-    facts |= {name: getattr(workspace, name) for name in named}
+    facts = {name: getattr(workspace, name) for name in named}
     if isinstance(workspace, NodesWorkspace):
         facts |= {name: getattr(workspace, name) for name in ("topology", "engine", "links")}
         facts["nodes_way"] = workspace.way
-    return PlanInput(workspace.device.type, **facts)
+    return PlanInput(workspace.device.type, m, n, k, dtype, transpose_weight, scaling=scaling, **facts)
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:
