@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Required, TypedDict, Unpack, overload
+from typing import Any, Generic, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -26,69 +26,60 @@ class _How(TypedDict, total=False):
     accumulate: Accumulate
 
 
-class _One(_How, total=False):
+Each = TypeVar("Each")  # what a call has for each weight: one of it, or a list
+
+
+# By what is returned: products, also what was gathered, or that and its scales.
+class _Products(_How, Generic[Each], total=False):
     return_gathered: Literal[False]
-    out: Tensor | None
+    out: Each | None
     scale_x: Tensor | None
-    scale_w: Tensor | None
+    scale_w: Each | None
 
 
-class _OneGathered(_How, total=False):
+class _Gathered(_How, Generic[Each], total=False):
     return_gathered: Required[Literal[True]]
-    out: Tensor | None
+    out: Each | None
 
 
-class _OneScaled(_OneGathered):
+class _Scaled(_Gathered[Each]):
     scale_x: Tensor
-    scale_w: Tensor
-
-
-class _Many(_How, total=False):
-    return_gathered: Literal[False]
-    out: Tensors | None
-    scale_x: Tensor | None
-    scale_w: Tensors | None
-
-
-class _ManyGathered(_How, total=False):
-    return_gathered: Required[Literal[True]]
-    out: Tensors | None
-
-
-class _ManyScaled(_ManyGathered):
-    scale_x: Tensor
-    scale_w: Tensors
-
-
-@overload
-def ag_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_One]) -> Tensor: ...
+    scale_w: Each
 
 
 @overload
 def ag_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_OneGathered]
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Products[Tensor]]
+) -> Tensor: ...
+
+
+@overload
+def ag_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Gathered[Tensor]]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_OneScaled]
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Unpack[_Scaled[Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
-def ag_gemm(x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_Many]) -> list[Tensor]: ...
+def ag_gemm(
+    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_Products[Tensors]]
+) -> list[Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_ManyGathered]
+    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_Gathered[Tensors]]
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
 @overload
 def ag_gemm(
-    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_ManyScaled]
+    x: Tensor, weight: Tensors, bias: Biases | None = None, **how: Unpack[_Scaled[Tensors]]
 ) -> tuple[list[Tensor], Tensor, Tensor]: ...
 
 
